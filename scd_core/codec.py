@@ -153,7 +153,7 @@ class Encoder:
         """Codes of a chunk of producer state.
 
         Returns:
-            ``[T, C]`` in ``code_dtype``, on the CPU when quantised on the CPU; symbols are clipped to +-127.
+            ``[T, C]`` in ``code_dtype``, on the state's device; symbols are clipped to +-127, sinks are zero.
 
         Raises:
             NonFiniteError: the state holds NaN or infinity.
@@ -168,6 +168,8 @@ class Encoder:
             if self.quantised:
                 z_TR = z_TR.round_().clamp_(-SYMBOL_LIMIT, SYMBOL_LIMIT)
             codes[:, self.slices[stream.layer, stream.kind]] = z_TR.to(codes.dtype)
+        # the specialist computes the sinks itself: zeros cost next to nothing on the wire
+        codes[: max(0, SINK_TOKENS - chunk.start)] = 0
         return codes
 
     @staticmethod
