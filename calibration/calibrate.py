@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from scd_core.huggingface import LoadedModel, load_model
+from scd_core.packing import Packer
+from scd_core.registry import Registry, SpecialistArtefact
+from scd_core.signature import check_pair
 from tqdm import tqdm
 
 from calibration.corpus import Example, read_corpus, split_by_document
@@ -22,10 +26,6 @@ from calibration.klt import KltSettings, fit_klt
 from calibration.paper import PaperSettings, fit_paper
 from scd_core.codec import Decoder, Encoder
 from scd_core.errors import CorpusError
-from scd_core.huggingface import LoadedModel, load_model
-from scd_core.packing import Packer
-from scd_core.registry import Registry, SpecialistArtefact
-from scd_core.signature import check_pair
 
 Method = Literal["distilled", "paper", "paper-reuse"]
 
@@ -54,7 +54,9 @@ def prompt_of(model: LoadedModel, example: Example, max_tokens: int) -> Prompt:
         ids = tokenizer(example.user_message)["input_ids"]
     else:
         messages = [{"role": "user", "content": example.user_message}]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
     if len(ids) > max_tokens:
         tail = max_tokens // 4
         ids = ids[: max_tokens - tail] + ids[-tail:]
@@ -166,14 +168,18 @@ def measure(
     kls: list[float] = []
     sizes: list[float] = []
 
-    def decode(codes: torch.Tensor, ids: Sequence[int], model: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(
+        codes: torch.Tensor, ids: Sequence[int], model: LoadedModel
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         pages = codes.split(encoder.page_size)
         sizes.append(sum(len(packer.pack(page)) for page in pages) / codes.shape[0])
         content = decoder.decode(codes, ids, model)
         return content.keys, content.values
 
     for example in tqdm(held_out[: settings.measured], desc="measure held-out"):
-        lesson = lesson_of(prompt_of(specialist, example, settings.max_tokens), settings.distill, encoder.page_size, None)
+        lesson = lesson_of(
+            prompt_of(specialist, example, settings.max_tokens), settings.distill, encoder.page_size, None
+        )
         if lesson is not None:
             kls.append(float(classroom.kl(lesson, decode).mean()))
     if not kls:

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scd_core.capture import capture_all
+from scd_core.huggingface import LoadedModel
+from scd_core.pages import coded_tokens
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from calibration.checkpoint import load_checkpoint, save_checkpoint
-from scd_core.capture import capture_all
 from scd_core.codec import (
     HELD_BACK,
     SINK_TOKENS,
@@ -36,8 +38,6 @@ from scd_core.codec import (
     synthesis,
 )
 from scd_core.errors import CorpusError
-from scd_core.huggingface import LoadedModel
-from scd_core.pages import coded_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,12 @@ class ReuseMap(nn.Module):
         return ReuseLayer(self.first, self.last, base=True, **parts)
 
     def rates(self, rate: float) -> Iterator[tuple[Tensor, float]]:
-        """Parameters with their learning rates: ``rate`` times the RMS of what they act beside."""
-        scale = rate * max(self.base.square().mean().sqrt().item(), 1e-3 / rate)
-        yield self.bias, max(1e-2 * rate / 3e-3, 0.0)
+        """Parameters with their learning rates: ``rate`` scaled by the size of what they are added to."""
+        yield self.bias, rate * max(self.means.square().mean().sqrt().item(), 1e-2)
         if self.weight is not None:
-            yield self.weight, scale
+            yield self.weight, rate * max(self.base.square().mean().sqrt().item(), 1e-3)
         else:
-            yield self.down, rate / 3
+            yield self.down, rate / 10
             yield self.up, rate / 3
 
 
@@ -163,7 +162,9 @@ class Lesson:
     weights: Tensor
 
 
-def lesson_of(example: Prompt, settings: DistillSettings, page: int, rng: random.Random | None) -> Lesson | None:
+def lesson_of(
+    example: Prompt, settings: DistillSettings, page: int, rng: random.Random | None
+) -> Lesson | None:
     """What one example teaches, or None when its prompt is too short for a coded page.
 
     Without ``rng`` the prefix is as long as serving's; with it, some prefixes are cut earlier.
@@ -193,7 +194,9 @@ class Classroom:
     @torch.no_grad()
     def prepare(self, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``(codes, teacher logits, the specialist's own sink keys, and values)``."""
-        state = capture_all(self.producer, lesson.ids[: lesson.coded], hidden_layers=self.encoder.hidden_layers)
+        state = capture_all(
+            self.producer, lesson.ids[: lesson.coded], hidden_layers=self.encoder.hidden_layers
+        )
         output = self.specialist.model(
             input_ids=torch.tensor([lesson.ids], device=self.specialist.device),
             use_cache=True,
@@ -202,7 +205,9 @@ class Classroom:
         sinks = self.specialist.content_of(output.past_key_values, 0, SINK_TOKENS)
         return self.encoder.encode(state), output.logits[0], sinks.keys, sinks.values
 
-    def kl(self, lesson: Lesson, decode: Callable[[Tensor, Sequence[int], LoadedModel], tuple[Tensor, Tensor]]) -> Tensor:
+    def kl(
+        self, lesson: Lesson, decode: Callable[[Tensor, Sequence[int], LoadedModel], tuple[Tensor, Tensor]]
+    ) -> Tensor:
         """KL at each position behind the prefix, ``[T - coded]``; differentiable in ``decode``'s output."""
         codes, teacher, sink_keys, sink_values = self.prepare(lesson)
         keys, values = decode(codes, lesson.ids[: lesson.coded], self.specialist)
@@ -233,7 +238,9 @@ def distill(
     """
     usable = [e for e in examples if coded_tokens(len(e.prompt), encoder.page_size, HELD_BACK)]
     if not usable:
-        raise CorpusError(f"every prompt is shorter than one coded page ({encoder.page_size + HELD_BACK} tokens)")
+        raise CorpusError(
+            f"every prompt is shorter than one coded page ({encoder.page_size + HELD_BACK} tokens)"
+        )
     torch.manual_seed(settings.seed)
     student = StudentDecoder(encoder, specialist.layers, specialist.kv_dim, settings)
     groups = [

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from tqdm import tqdm
-
 from scd_core.capture import StateChunk, capture_all
-from scd_core.codec import SINK_TOKENS, Encoder, Kind, StreamSpec
 from scd_core.huggingface import LoadedModel
 from scd_core.packing import fit_packing
 from scd_core.pages import PAGE
+from torch import Tensor
+from tqdm import tqdm
+
+from scd_core.codec import SINK_TOKENS, Encoder, Kind, StreamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,12 @@ def fit_klt(producer: LoadedModel, prompts: Sequence[Sequence[int]], settings: K
     )
     symbols = _symbols(producer, plain, used, settings.packing_tokens)
     return Encoder(
-        plain.streams, plain.means, plain.bases, steps=plain.steps, packing=fit_packing(symbols), page_size=PAGE
+        plain.streams,
+        plain.means,
+        plain.bases,
+        steps=plain.steps,
+        packing=fit_packing(symbols),
+        page_size=PAGE,
     ).rounded()
 
 
@@ -77,7 +82,9 @@ def _content(producer: LoadedModel, ids: Sequence[int]) -> Tensor:
     return torch.stack([content.keys, content.values]).float().cpu()
 
 
-def _symbols(producer: LoadedModel, encoder: Encoder, prompts: Sequence[Sequence[int]], tokens: int) -> Tensor:
+def _symbols(
+    producer: LoadedModel, encoder: Encoder, prompts: Sequence[Sequence[int]], tokens: int
+) -> Tensor:
     found: list[Tensor] = []
     for ids in prompts:
         if sum(map(len, found)) >= tokens:
