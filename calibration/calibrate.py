@@ -54,9 +54,7 @@ def prompt_of(model: LoadedModel, example: Example, max_tokens: int) -> Prompt:
         ids = tokenizer(example.user_message)["input_ids"]
     else:
         messages = [{"role": "user", "content": example.user_message}]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     if len(ids) > max_tokens:
         tail = max_tokens // 4
         ids = ids[: max_tokens - tail] + ids[-tail:]
@@ -168,9 +166,7 @@ def measure(
     kls: list[float] = []
     sizes: list[float] = []
 
-    def decode(
-        codes: torch.Tensor, ids: Sequence[int], model: LoadedModel
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(codes: torch.Tensor, ids: Sequence[int], model: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
         pages = codes.split(encoder.page_size)
         sizes.append(sum(len(packer.pack(page)) for page in pages) / codes.shape[0])
         content = decoder.decode(codes, ids, model)

@@ -162,9 +162,7 @@ class Lesson:
     weights: Tensor
 
 
-def lesson_of(
-    example: Prompt, settings: DistillSettings, page: int, rng: random.Random | None
-) -> Lesson | None:
+def lesson_of(example: Prompt, settings: DistillSettings, page: int, rng: random.Random | None) -> Lesson | None:
     """What one example teaches, or None when its prompt is too short for a coded page.
 
     Without ``rng`` the prefix is as long as serving's; with it, some prefixes are cut earlier.
@@ -194,9 +192,7 @@ class Classroom:
     @torch.no_grad()
     def prepare(self, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``(codes, teacher logits, the specialist's own sink keys, and values)``."""
-        state = capture_all(
-            self.producer, lesson.ids[: lesson.coded], hidden_layers=self.encoder.hidden_layers
-        )
+        state = capture_all(self.producer, lesson.ids[: lesson.coded], hidden_layers=self.encoder.hidden_layers)
         output = self.specialist.model(
             input_ids=torch.tensor([lesson.ids], device=self.specialist.device),
             use_cache=True,
@@ -238,9 +234,7 @@ def distill(
     """
     usable = [e for e in examples if coded_tokens(len(e.prompt), encoder.page_size, HELD_BACK)]
     if not usable:
-        raise CorpusError(
-            f"every prompt is shorter than one coded page ({encoder.page_size + HELD_BACK} tokens)"
-        )
+        raise CorpusError(f"every prompt is shorter than one coded page ({encoder.page_size + HELD_BACK} tokens)")
     torch.manual_seed(settings.seed)
     student = StudentDecoder(encoder, specialist.layers, specialist.kv_dim, settings)
     groups = [

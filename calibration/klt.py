@@ -82,9 +82,7 @@ def _content(producer: LoadedModel, ids: Sequence[int]) -> Tensor:
     return torch.stack([content.keys, content.values]).float().cpu()
 
 
-def _symbols(
-    producer: LoadedModel, encoder: Encoder, prompts: Sequence[Sequence[int]], tokens: int
-) -> Tensor:
+def _symbols(producer: LoadedModel, encoder: Encoder, prompts: Sequence[Sequence[int]], tokens: int) -> Tensor:
     found: list[Tensor] = []
     for ids in prompts:
         if sum(map(len, found)) >= tokens:

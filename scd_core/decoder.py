@@ -138,15 +138,11 @@ class Decoder:
     def _check(self, index: int, layer: LayerDecoder) -> None:
         if isinstance(layer, NativeLayer):
             if index != 0:
-                raise ArtefactFormatError(
-                    f"layer {index} cannot be native: only layer 0 depends on ids alone"
-                )
+                raise ArtefactFormatError(f"layer {index} cannot be native: only layer 0 depends on ids alone")
         elif isinstance(layer, PatchLayer):
             rank = self.encoder.streams[self.encoder.stream(index, "h")].rank
             if layer.weight.shape[0] != rank:
-                raise ArtefactFormatError(
-                    f"layer {index}: patch of rank {layer.weight.shape[0]}, code of {rank}"
-                )
+                raise ArtefactFormatError(f"layer {index}: patch of rank {layer.weight.shape[0]}, code of {rank}")
         elif layer.full_weight(self.encoder, index).shape[1] != 2 * self.kv_dim:
             raise ArtefactFormatError(f"layer {index}: a reuse decoder must give {2 * self.kv_dim} values")
 
@@ -231,9 +227,7 @@ class Decoder:
         }
 
     @classmethod
-    def from_tensors(
-        cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor], encoder: Encoder
-    ) -> Decoder:
+    def from_tensors(cls, spec: Mapping[str, Any], tensors: Mapping[str, Tensor], encoder: Encoder) -> Decoder:
         """The inverse of ``spec`` and ``tensors``.
 
         Raises:

@@ -140,16 +140,12 @@ class Encoder:
             NonFiniteError: the state holds NaN or infinity.
         """
         device = chunk.content.keys.device
-        codes = torch.empty(
-            chunk.content.tokens, self.columns, dtype=CODE_DTYPES[self.code_dtype], device=device
-        )
+        codes = torch.empty(chunk.content.tokens, self.columns, dtype=CODE_DTYPES[self.code_dtype], device=device)
         for stream, weight, offset in zip(self.streams, *self._folded, strict=True):
             x_TD = self._state(chunk, stream).float()
             z_TR = x_TD @ weight.to(device) - offset.to(device)
             if not bool(torch.isfinite(z_TR).all()):
-                raise NonFiniteError(
-                    f"the producer's state of layer {stream.layer} ({stream.kind}) is not finite"
-                )
+                raise NonFiniteError(f"the producer's state of layer {stream.layer} ({stream.kind}) is not finite")
             if self.quantised:
                 z_TR = z_TR.round_().clamp_(-SYMBOL_LIMIT, SYMBOL_LIMIT)
             codes[:, self.slices[stream.layer, stream.kind]] = z_TR.to(codes.dtype)
@@ -195,9 +191,7 @@ class Encoder:
                 steps=tensors["steps"],
                 code_dtype=spec["code_dtype"],
                 page_size=int(spec["page_size"]),
-                packing={
-                    k.removeprefix("packing."): v for k, v in tensors.items() if k.startswith("packing.")
-                },
+                packing={k.removeprefix("packing."): v for k, v in tensors.items() if k.startswith("packing.")},
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ArtefactFormatError(f"encoder: missing or malformed field {error}") from error

@@ -38,9 +38,7 @@ def examples_of(task: str, questions: Path) -> tuple[list[Example], list[Example
 def tokenise(tokenizer: PreTrainedTokenizerBase, example: Example) -> tuple[list[int], list[int]]:
     """``(prompt, answer)`` token ids: the chat template's prompt, and the answer with the end of turn."""
     messages = [{"role": "user", "content": example.user_message}]
-    prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     answer = tokenizer(example.answer, add_special_tokens=False)["input_ids"]
     return prompt, [*answer, tokenizer.eos_token_id]
 
@@ -72,9 +70,7 @@ def train(
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.05)
-    progress = tqdm(
-        zip(range(steps), batches(rows, batch, SEED), strict=False), total=steps, desc=f"train {task}"
-    )
+    progress = tqdm(zip(range(steps), batches(rows, batch, SEED), strict=False), total=steps, desc=f"train {task}")
     smooth = 0.0
     for step, rows_of_step in progress:
         width = max(len(p) + len(a) for p, a in rows_of_step)
