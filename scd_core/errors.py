@@ -5,7 +5,9 @@
     SCDError
     ├── ModelError
     │   ├── UnsupportedModelError   the family, or a feature of it, is not supported
-    │   └── SignatureMismatchError  producer and specialist do not fit together
+    │   ├── SignatureMismatchError  producer and specialist do not fit together
+    │   ├── ModelUnavailableError   a model's files cannot be obtained
+    │   └── ModelDigestError        a model's files are not the ones that are pinned
     ├── CodeError                   a code cannot be decoded: prefill natively instead
     │   ├── CodeFormatError         not a code at all, truncated, or its fields contradict each other
     │   ├── CodeVersionError        another version of the wire format
@@ -43,6 +45,14 @@ class UnsupportedModelError(ModelError):
 
 class SignatureMismatchError(ModelError):
     """Producer and specialist do not fit together; the message names every mismatch with both values."""
+
+
+class ModelUnavailableError(ModelError):
+    """A model's files cannot be obtained; the message says what to do."""
+
+
+class ModelDigestError(ModelError):
+    """A model's files are not the ones that are pinned."""
 
 
 class CodeError(SCDError):
