@@ -1,0 +1,1 @@
+"""The face: REST, server-sent events, the command line and the demo."""
