@@ -49,12 +49,12 @@ def base() -> None:
 def evaluate(
     name: Annotated[str, typer.Argument(help="Specialist, as the registry names it.")],
     questions: Annotated[
-        Path, typer.Option(help="JSON list of {context, question, answer}.", exists=True, dir_okay=False)
-    ],
+        Path | None, typer.Option(help="JSON list of {context, question, answer}.", exists=True, dir_okay=False)
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Text file to measure perplexity on.", exists=True, dir_okay=False)
     ] = None,
-    limit: Annotated[int, typer.Option(help="Questions to ask at most.", min=1)] = 100,
+    limit: Annotated[int | None, typer.Option(help="Questions to ask at most, drawn by the seed.", min=1)] = None,
     out: Annotated[Path, typer.Option(help="Folder for the table and the plots.", file_okay=False)] = Path(
         "results"
     ),
