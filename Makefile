@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 UNIT := not slow and not gpu and not netns
 
-.PHONY: demo install test test-slow lint types check clean
+.PHONY: demo install test test-readme test-slow lint types check clean
 
 demo: .venv/installed
 	$(BIN)/scd demo
@@ -24,6 +24,10 @@ install: .venv/installed
 
 test: .venv/installed
 	$(BIN)/pytest -q -m "$(UNIT)"
+
+# The README's REST examples against `scd serve`, with the demo's specialists.
+test-readme: .venv/installed
+	$(BIN)/pytest -q -m slow tests/test_readme.py
 
 # Minutes each. Tests that need a GPU or network namespaces have their own markers: pytest -m gpu, pytest -m netns.
 test-slow: .venv/installed
