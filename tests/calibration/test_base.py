@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,17 @@ def test_a_damaged_cache_is_made_again(package: BasePackage, tmp_path: Path, nam
     assert path.read_bytes() == good
     assert "making it again" in said[0]
     assert left_over(tmp_path) == []
+
+
+def test_of_two_at_once_the_second_keeps_the_firsts(package: BasePackage, tmp_path: Path) -> None:
+    """Two replicas that start on an empty cache both convert; renaming over a folder in use would pull the
+    weights from under the first."""
+    folder = obtain(package, tmp_path)
+    before = folder.stat().st_ino
+    shutil.copytree(folder, tmp_path / "scratch" / "model")
+    base._publish(tmp_path / "scratch" / "model", folder, package)
+    assert folder.stat().st_ino == before
+    assert cache_fault(folder, package) is None
 
 
 def test_a_cache_of_another_pin_is_not_accepted(package: BasePackage, tmp_path: Path) -> None:
