@@ -21,11 +21,16 @@
     │   └── FingerprintError        the model at hand is not the one that was calibrated
     ├── CorpusError                 the calibration corpus cannot be read or is too small
     ├── EngineError                 the generation engine refused or lost a request
+    │   ├── PromptError             the prompt is empty, or holds what is no token of the model
     │   ├── ContextLengthError      prompt and answer do not fit the model's context
     │   └── EngineStoppedError      the engine is not running
-    └── TransportError              a ticket could not be redeemed
-        ├── TicketExpiredError      the producer no longer holds what the ticket names
-        └── ProducerUnavailableError  the producer cannot be reached, or gave no answer in time
+    ├── TransportError              a ticket could not be redeemed
+    │   ├── TicketExpiredError      the producer no longer holds what the ticket names
+    │   └── ProducerUnavailableError  the producer cannot be reached, or gave no answer in time
+    └── PoolError                   the pool cannot take a request
+        ├── UnknownSpecialistError  no specialist has that name
+        ├── SpecialistUnavailableError  it is registered, but does not serve; the message says why
+        └── OverloadedError         too many requests wait already
 """
 
 from __future__ import annotations
@@ -107,6 +112,10 @@ class EngineError(SCDError):
     """The generation engine refused or lost a request."""
 
 
+class PromptError(EngineError):
+    """The prompt is empty, or holds what is no token of the model."""
+
+
 class ContextLengthError(EngineError):
     """Prompt and answer do not fit the model's context."""
 
@@ -125,3 +134,19 @@ class TicketExpiredError(TransportError):
 
 class ProducerUnavailableError(TransportError):
     """The producer cannot be reached, or gave no answer in time."""
+
+
+class PoolError(SCDError):
+    """The pool cannot take a request."""
+
+
+class UnknownSpecialistError(PoolError):
+    """No specialist has that name."""
+
+
+class SpecialistUnavailableError(PoolError):
+    """The specialist is registered, but does not serve; the message says why."""
+
+
+class OverloadedError(PoolError):
+    """Too many requests wait already."""
