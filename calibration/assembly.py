@@ -8,7 +8,7 @@ import torch
 from tqdm import tqdm
 
 from calibration.aligner import linear_aligner
-from calibration.factorise import BFLOAT16_NOISE, Factors, factorise
+from calibration.factorise import Factors, factorise
 from calibration.moments import StateMoments
 from scd_core.codec import Decoder, Encoder, Kind, LayerDecoder, PatchLayer, ReuseLayer, StreamSpec
 from scd_core.pages import PAGE
@@ -24,7 +24,7 @@ def factorise_all(moments: StateMoments, ranks: Mapping[Kind, int], ridge: float
     streams: list[tuple[int, Kind]] = [(layer, kind) for layer in range(layers) for kind in kinds]
     streams += [(layer, "h") for layer in moments.hidden_layers]
     return {
-        (layer, kind): factorise(moments.of(layer, kind), ranks[kind], ridge, BFLOAT16_NOISE)
+        (layer, kind): factorise(moments.of(layer, kind), ranks[kind], ridge)
         for layer, kind in tqdm(streams, desc="factorise")
     }
 

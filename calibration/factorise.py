@@ -23,9 +23,6 @@ from calibration.moments import Covariances
 RANGE = 1e-12
 """Directions whose variance is below this share of the largest carry rounding errors only, and are dropped."""
 
-BFLOAT16_NOISE = 2.0**-19
-"""Mean squared relative error of rounding a coefficient to bfloat16 (uniform within a spacing of 2^-7)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Factors:
@@ -60,12 +57,11 @@ def joint_code(moments: Covariances, rank: int) -> Tensor:
     return torch.linalg.eigh(joint)[1][:, -rank:].flip(1)
 
 
-def factorise(moments: Covariances, rank: int, ridge: float, noise: float = 0.0) -> Factors:
+def factorise(moments: Covariances, rank: int, ridge: float) -> Factors:
     """Fits one stream.
 
     Args:
         ridge: penalty of the encoder, in units of x's mean variance; 0 gives the least squares of least norm.
-        noise: variance that sending adds to each coefficient, as a share of its own; the decoder allows for it.
     """
     basis = joint_code(moments, rank)
     dx = moments.xx.shape[0]
@@ -73,7 +69,7 @@ def factorise(moments: Covariances, rank: int, ridge: float, noise: float = 0.0)
     shared = moments.xx @ basis[:dx] / scale(moments.xx) + moments.xy @ basis[dx:] / scale(moments.yy)
     encoder = ridge_solve(moments.xx, shared, ridge)
     sent = encoder.T @ moments.xx @ encoder
-    decoder = ridge_solve(sent + torch.diag(noise * sent.diagonal()), encoder.T @ moments.xy, 0.0)
+    decoder = ridge_solve(sent, encoder.T @ moments.xy, 0.0)
     explained = (decoder * (encoder.T @ moments.xy)).sum()
     total = moments.yy.trace()
     return Factors(
