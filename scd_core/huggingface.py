@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicCache
 
 from scd_core.capture import ContentKV, StateChunk
 from scd_core.errors import ModelUnavailableError, UnsupportedModelError
@@ -84,16 +84,29 @@ class LoadedModel:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: str = "", fingerprint: str = ""
+        cls,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        source: str = "",
+        *,
+        fingerprint: str = "",
+        limit: int | None = None,
     ) -> LoadedModel:
         """Wrap a model: evaluation mode, parameters frozen, signature taken.
+
+        Args:
+            fingerprint: of the weights, where it is known already.
+            limit: no sequence will be longer than this.
 
         Raises:
             UnsupportedModelError: the family or a feature is not supported.
         """
         check_config(model.config)
         model.eval().requires_grad_(False)
-        return cls(model, tokenizer, signature_of(model, tokenizer, fingerprint), source)
+        signature = signature_of(model, tokenizer, fingerprint)
+        if limit is not None:
+            signature = replace(signature, max_positions=min(limit, signature.max_positions))
+        return cls(model, tokenizer, signature, source)
 
     @property
     def layers(self) -> int:
@@ -314,7 +327,7 @@ def _recording(loaded: LoadedModel, shell: Any, hidden_layers: Sequence[int]) ->
         record.values[layer] = out[0].float()
 
     def fused(layer: int, out: Tensor) -> None:
-        record.keys[layer], record.values[layer] = loaded.split(out[0].float())
+        record.keys[layer], record.values[layer] = (x.float() for x in loaded.split(out[0]))
 
     def hidden(layer: int, out: Tensor) -> None:
         record.hidden[layer] = out[0].float()
@@ -386,7 +399,11 @@ def check_config(config: Any) -> None:
 
 
 def _layer_types(config: Any) -> list[str]:
-    return list(get_layer_types_and_kwargs(config)[0])
+    """Per layer, as ``DynamicCache`` reads them."""
+    if (types := getattr(config, "layer_types", None)) is not None:
+        return list(types)
+    windowed = getattr(config, "sliding_window", None) is not None
+    return ["sliding_attention" if windowed else "full_attention"] * config.num_hidden_layers
 
 
 def _rope(config: Any) -> dict[str, dict[str, Any]]:
@@ -501,7 +518,7 @@ def load_model(
             f"{source}: the tokenizer's ids go up to {highest}, but the model embeds only {rows}; "
             "save model and tokenizer after resizing both"
         )
-    return LoadedModel.of(model.to(device), tokenizer, str(source), fingerprint)
+    return LoadedModel.of(model.to(device), tokenizer, str(source), fingerprint=fingerprint, limit=limit)
 
 
 def _load_base(source: str, limit: int | None) -> Any:
@@ -512,8 +529,7 @@ def _load_base(source: str, limit: int | None) -> Any:
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{source}: {error}") from error
     check_config(config)
-    if limit is not None:
-        _limit(config, limit)
+    _drop_idle_window(config, limit)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
@@ -535,8 +551,16 @@ def _load_base(source: str, limit: int | None) -> Any:
     return model
 
 
-def _limit(config: Any, limit: int) -> None:
-    config.max_position_embeddings = min(limit, config.max_position_embeddings)
+def _drop_idle_window(config: Any, limit: int | None) -> None:
+    """Take off a window that no sequence can reach, where the configuration alone decides on it."""
+    longest = min(limit or config.max_position_embeddings, config.max_position_embeddings)
+    types = _layer_types(config)
+    if "sliding_attention" not in types or not FAMILIES[config.model_type].window_off:
+        return
+    if config.sliding_window >= longest:
+        config.sliding_window = None
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = ["full_attention"] * len(types)
 
 
 def _load_tokenizer(source: str) -> Any:
