@@ -192,7 +192,8 @@ def test_artefact_round_trip_keeps_digest_and_decoding() -> None:
     codes = encoder.encode(state())
     assert torch.equal(again.encode(state()), codes)
     before, after = (d.decode(codes, IDS, FixedProjections()) for d in (decoder, read))
-    assert torch.allclose(before.keys, after.keys, atol=0.1)
+    # the decoder is stored in bfloat16: 2^-9 of each weight
+    assert (before.keys - after.keys).norm() < 0.01 * before.keys.norm()
 
 
 def test_a_decoder_refuses_another_encoder() -> None:
