@@ -351,8 +351,8 @@ def _recording(loaded: LoadedModel, shell: Any, hidden_layers: Sequence[int]) ->
 def plain_shell(model: PreTrainedModel) -> PreTrainedModel:
     """A second shell over the same parameters, with a configuration of its own and ordinary attention.
 
-    A continuous-batching manager that lives on ``model`` sets a paged attention there, with which an ordinary
-    forward fails (transformers#48735); the shell's forward does not notice.
+    A continuous-batching manager that lives on ``model`` chooses its attention; where that is ``paged|eager``, an
+    ordinary forward fails or attends without a mask (transformers#48735). The shell's forward does not notice.
     """
     shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     # the manager hangs on the model; its threads and locks can be neither copied nor shared
@@ -522,6 +522,8 @@ def load_model(
 
 
 def _load_base(source: str, limit: int | None) -> Any:
+    if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
+        raise ModelUnavailableError(f"{source}: no config.json: not a model's folder")
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except OSError as error:
@@ -596,10 +598,19 @@ def _adapter_fingerprint(base: nn.Module, folder: Path) -> str:
 
 def _merged(model: Any, folder: Path) -> Any:
     """The adapter merged in float32, so that the result does not depend on the dtype asked for later."""
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
-    model = model.float()
     try:
-        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        adapted = PeftModel.from_pretrained(model.float(), str(folder))
     except (RuntimeError, ValueError, KeyError) as error:
         raise UnsupportedModelError(f"{folder}: the adapter does not fit its base model: {error}") from error
+    # peft skips tensors it finds no place for, and leaves others as they were: the base would be served silently
+    theirs = set(load_file(folder / "adapter_model.safetensors"))
+    ours = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    stray = {name for name in theirs - ours if "embed_tokens" not in name and "lm_head" not in name}
+    if faults := sorted(stray | (ours - theirs)):
+        raise UnsupportedModelError(
+            f"{folder}: the adapter does not fit its base model: {len(faults)} tensors have no counterpart, "
+            f"the first is {faults[0]}"
+        )
+    return adapted.merge_and_unload()
