@@ -79,8 +79,6 @@ class Engine:
         self._sinks: OrderedDict[tuple[int, ...], ContentKV] = OrderedDict()
         self._totals = dict.fromkeys(("requests", "prompt_tokens", "hit_tokens", "seeded_tokens", "cancelled"), 0)
 
-    # ------------------------------------------------------------------------------------------------- life
-
     def start(self) -> None:
         """Start generating; returns when requests can be served."""
         with self._lock:
@@ -111,8 +109,6 @@ class Engine:
     def _check_running(self) -> None:
         if self._ended is not None:
             raise EngineStoppedError(str(self._ended))
-
-    # ------------------------------------------------------------------------------------------------- cache
 
     @property
     def context_length(self) -> int:
@@ -174,8 +170,6 @@ class Engine:
                 self._sinks.popitem(last=False)
         return content
 
-    # ------------------------------------------------------------------------------------------------- requests
-
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Refuse a request that cannot be served: PromptError, ContextLengthError. Returns its ``max_tokens``."""
         ids = self._checked_ids(token_ids)
@@ -199,7 +193,11 @@ class Engine:
     async def stream(
         self, token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
     ) -> AsyncIterator[TokenEvent]:
-        """Generate. Closing the iterator, or cancelling the task that reads it, cancels and frees the pages."""
+        """Generate. Closing the iterator, or cancelling the task that reads it, cancels and frees the pages.
+
+        Raises what ``check`` does, EngineStoppedError, or NonFiniteError when the logits are not finite; the pages
+        that led there are not used again.
+        """
         self._check_running()
         max_tokens = self.check(token_ids, params)
         stop_ids = () if params.ignore_eos else self._end_ids
@@ -218,13 +216,13 @@ class Engine:
             name = self._batcher.add(
                 token_ids, max_new_tokens=max_tokens, stop_ids=stop_ids, choice=choice, deliver=inbox.put
             )
-            token_id, hits = -1, 0
+            token_id, hits, known = -1, 0, list(token_ids)
             while not done:
                 message = await inbox.get()
                 if isinstance(message, EngineStoppedError):
                     raise EngineStoppedError(str(message))
                 if message is None:
-                    self._cancel(name)
+                    self._batcher.cancel(name)
                     done = True
                     yield TokenEvent(token_id, text.finish(), None, None, "cancelled", hits)
                     return
@@ -232,7 +230,10 @@ class Engine:
                     raise EngineStoppedError(message.error)
                 chosen, token_id = choice.chosen[message.index], message.token_id
                 if not chosen.finite:
+                    self._batcher.cancel(name)
+                    await asyncio.to_thread(self._batcher.pages.forget, known)  # others share the prefix
                     raise NonFiniteError("the logits hold NaN or infinity")
+                known.append(token_id)
                 if message.index == 0:
                     hits = max(0, len(token_ids) - choice.prefilled)
                     self._count(requests=1, prompt_tokens=len(token_ids), hit_tokens=hits)
@@ -241,7 +242,7 @@ class Engine:
                 if message.finished and not text.stopped:
                     piece += text.finish()
                 if text.stopped and not message.finished:
-                    self._cancel(name)
+                    self._batcher.cancel(name)
                 done = text.stopped or message.finished
                 reason = ("stop" if ended or text.stopped else "length") if done else None
                 yield TokenEvent(token_id, piece, chosen.logprob, chosen.top, reason, hits)
@@ -249,7 +250,7 @@ class Engine:
             with self._lock:
                 self._inboxes.pop(request_id, None)
             if name is not None and not done:
-                self._cancel(name)
+                self._batcher.cancel(name)
                 self._count(cancelled=1)
 
     def cancel(self, request_id: str) -> None:
@@ -259,9 +260,6 @@ class Engine:
         if inbox is not None:
             self._count(cancelled=1)
             inbox.put(None)
-
-    def _cancel(self, name: str) -> None:
-        self._batcher.cancel(name)
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -124,6 +124,14 @@ class PageStore:
             allocator.mark_complete_blocks(name, list(token_ids[: start + tokens]), pages)
             return pages
 
+    def forget(self, token_ids: Sequence[int]) -> None:
+        """Take the cached leading pages out of use: no request finds them again. Those that own them keep them."""
+        if not self.shares:
+            return
+        allocator = self._allocators[0]
+        with self._lock, self.paused():
+            self._evict(allocator, self._match(token_ids))
+
     def read(self, token_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Rotated keys and values ``[L, T, C]`` of the cached leading pages: for audits and tests."""
         allocator = self._allocators[0]
@@ -172,14 +180,20 @@ class PageStore:
         room = min(wanted, self.free + len(ledger.cached_blocks) - reserve)
         if room <= 0:
             return 0
-        oldest = list(ledger.cached_blocks)[: max(0, room + reserve - self.free)]
-        for block in oldest:
-            del ledger.cached_blocks[block]
-            del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-        pool.free_blocks(allocator.index, oldest)
+        self._evict(allocator, list(ledger.cached_blocks)[: max(0, room + reserve - self.free)])
         while pool.count_free_blocks(allocator.index) < room:
             pool.allocate_sector(allocator.index)
         return room
+
+    def _evict(self, allocator: Any, blocks: list[int]) -> None:
+        """Remove the blocks' hashes; what no request owns returns to the pool now, the rest when it is freed."""
+        ledger = allocator.ledger
+        unowned = [block for block in blocks if block in ledger.cached_blocks]
+        for block in blocks:
+            del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+        for block in unowned:
+            del ledger.cached_blocks[block]
+        self._cache.pool.free_blocks(allocator.index, unowned)
 
     def _synchronise(self) -> None:
         if self._cache.device.type != "cpu":  # the generation thread has a stream of its own
