@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from scd_core.huggingface import LoadedModel, load_model
-from scd_core.packing import Packer
-from scd_core.registry import Registry, SpecialistArtefact
-from scd_core.signature import check_pair
 from tqdm import tqdm
 
 from calibration.corpus import Example, read_corpus, split_by_document
@@ -26,6 +22,10 @@ from calibration.klt import KltSettings, fit_klt
 from calibration.paper import PaperSettings, fit_paper
 from scd_core.codec import Decoder, Encoder
 from scd_core.errors import CorpusError
+from scd_core.huggingface import LoadedModel, load_model
+from scd_core.packing import Packer
+from scd_core.registry import Registry, SpecialistArtefact
+from scd_core.signature import check_pair
 
 Method = Literal["distilled", "paper", "paper-reuse"]
 

@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scd_core.capture import capture_all
-from scd_core.huggingface import LoadedModel
-from scd_core.pages import coded_tokens
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from calibration.checkpoint import load_checkpoint, save_checkpoint
+from scd_core.capture import capture_all
 from scd_core.codec import (
     HELD_BACK,
     SINK_TOKENS,
@@ -38,6 +36,8 @@ from scd_core.codec import (
     synthesis,
 )
 from scd_core.errors import CorpusError
+from scd_core.huggingface import LoadedModel
+from scd_core.pages import coded_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,10 @@ class ReuseMap(nn.Module):
         self.first, self.last = max(0, layer - neighbours), min(last, layer + neighbours)
         self.window = encoder.layer_columns(self.first, self.last)
         base = synthesis(encoder, layer, self.first, self.last)
-        self.register_buffer("base", base)
-        self.register_buffer("means", producer_means(encoder, layer))
+        self.base, self.means = base, producer_means(encoder, layer)
         inputs, outputs = base.shape
         self.bias = nn.Parameter(torch.zeros(outputs))
-        self.weight = self.down = self.up = None
+        self.full = rank is None
         if rank is None:
             self.weight = nn.Parameter(torch.zeros(inputs, outputs))
         else:
@@ -91,17 +90,17 @@ class ReuseMap(nn.Module):
     def forward(self, coefficients: Tensor) -> Tensor:
         """``[T, C] -> [T, 2 kv_dim]``."""
         x = coefficients[:, self.window]
-        learned = x @ self.weight if self.weight is not None else (x @ self.down) @ self.up
+        learned = x @ self.weight if self.full else (x @ self.down) @ self.up
         return x @ self.base + learned + (self.bias + self.means)
 
     def decoder(self) -> ReuseLayer:
-        parts = {n: p.detach().clone() for n, p in self.named_parameters()}
+        parts: dict[str, Any] = {n: p.detach().clone() for n, p in self.named_parameters()}
         return ReuseLayer(self.first, self.last, base=True, **parts)
 
     def rates(self, rate: float) -> Iterator[tuple[Tensor, float]]:
         """Parameters with their learning rates: ``rate`` scaled by the size of what they are added to."""
         yield self.bias, rate * max(self.means.square().mean().sqrt().item(), 1e-2)
-        if self.weight is not None:
+        if self.full:
             yield self.weight, rate * max(self.base.square().mean().sqrt().item(), 1e-3)
         else:
             yield self.down, rate / 10
@@ -115,13 +114,12 @@ class StudentDecoder(nn.Module):
         super().__init__()
         self.encoder, self.kv_dim = encoder, kv_dim
         coded = {s.layer for s in encoder.streams}
-        self.maps = nn.ModuleDict(
-            {
-                str(i): ReuseMap(encoder, i, settings.neighbours, settings.rank, layers - 1)
-                for i in range(layers)
-                if i in coded
-            }
-        )
+        self.of_layer = {
+            i: ReuseMap(encoder, i, settings.neighbours, settings.rank, layers - 1)
+            for i in range(layers)
+            if i in coded
+        }
+        self.maps = nn.ModuleDict({str(i): learned for i, learned in self.of_layer.items()})
         self.layers = layers
 
     def forward(self, codes: Tensor, token_ids: Sequence[int], model: LoadedModel) -> tuple[Tensor, Tensor]:
@@ -129,8 +127,8 @@ class StudentDecoder(nn.Module):
         coefficients = codes.float() * self.encoder.steps
         keys, values = [], []
         for i in range(self.layers):
-            if str(i) in self.maps:
-                kv = self.maps[str(i)](coefficients)
+            if i in self.of_layer:
+                kv = self.of_layer[i](coefficients)
                 keys.append(kv[:, : self.kv_dim])
                 values.append(kv[:, self.kv_dim :])
             else:
@@ -141,7 +139,7 @@ class StudentDecoder(nn.Module):
 
     def decoder(self) -> Decoder:
         layers: list[LayerDecoder] = [
-            self.maps[str(i)].decoder() if str(i) in self.maps else NativeLayer() for i in range(self.layers)
+            self.of_layer[i].decoder() if i in self.of_layer else NativeLayer() for i in range(self.layers)
         ]
         return Decoder(self.encoder, layers, self.kv_dim)
 
@@ -198,7 +196,7 @@ class Classroom:
             use_cache=True,
             logits_to_keep=len(lesson.ids) - lesson.coded,
         )
-        sinks = self.specialist.content_of(output.past_key_values, 0, SINK_TOKENS)
+        sinks = self.specialist.content_of(output.cache, 0, SINK_TOKENS)
         return self.encoder.encode(state), output.logits[0], sinks.keys, sinks.values
 
     def kl(
@@ -213,7 +211,7 @@ class Classroom:
         cache = self.specialist.cache_from(keys, values, torch.arange(lesson.coded))
         logits = self.specialist.model(
             input_ids=torch.tensor([lesson.ids[lesson.coded :]], device=self.specialist.device),
-            past_key_values=cache,
+            cache=cache,
             position_ids=positions[None],
         ).logits[0]
         return kl_per_position(teacher, logits)
@@ -239,12 +237,13 @@ def distill(
     student = StudentDecoder(encoder, specialist.layers, specialist.kv_dim, settings)
     groups = [
         {"params": [parameter], "lr": rate}
-        for layer in student.maps.values()
+        for layer in student.of_layer.values()
         for parameter, rate in layer.rates(settings.rate)
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _cosine(s, settings))
-    start, curve = 0, []
+    start = 0
+    curve: list[float] = []
     if checkpoint is not None and checkpoint.exists():
         start, curve = load_checkpoint(checkpoint, student, optimizer, schedule, asdict(settings))
     classroom = Classroom(producer, specialist, encoder)

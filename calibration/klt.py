@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from scd_core.capture import StateChunk, capture_all
-from scd_core.huggingface import LoadedModel
-from scd_core.packing import fit_packing
-from scd_core.pages import PAGE
 from torch import Tensor
 from tqdm import tqdm
 
+from scd_core.capture import StateChunk, capture_all
 from scd_core.codec import SINK_TOKENS, Encoder, Kind, StreamSpec
+from scd_core.huggingface import LoadedModel
+from scd_core.packing import fit_packing
+from scd_core.pages import PAGE
 
 
 @dataclass(frozen=True, slots=True)

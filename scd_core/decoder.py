@@ -239,9 +239,11 @@ class Decoder:
                 raise CodeEncoderError(f"decoder fitted to encoder {spec['encoder']}, not {encoder.digest}")
             layers: list[LayerDecoder] = []
             for index, fields in enumerate(spec["layers"]):
-                plain = {k: v for k, v in fields.items() if k != "mode"}
+                plain: dict[str, Any] = {k: v for k, v in fields.items() if k != "mode"}
                 prefix = f"{index}."
-                own = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                own: dict[str, Any] = {
+                    k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
+                }
                 layers.append(_MODES[fields["mode"]](**plain, **own))
             return cls(encoder, layers, int(spec["kv_dim"]))
         except (KeyError, TypeError, ValueError) as error:

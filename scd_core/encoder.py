@@ -100,7 +100,8 @@ class Encoder:
     @cached_property
     def slices(self) -> dict[tuple[int, str], slice]:
         """Columns of each ``(layer, kind)``."""
-        found, start = {}, 0
+        found: dict[tuple[int, str], slice] = {}
+        start = 0
         for s in self.streams:
             found[s.layer, s.kind] = slice(start, start + s.rank)
             start += s.rank
