@@ -33,7 +33,7 @@ from scd_core.registry import Registry, SpecialistArtefact
 PREFIX, BEHIND = 256, 128
 """A window of a text: so many tokens handed over, so many behind them run natively and scored."""
 
-PROFILED = 6
+PROFILED = 4
 PAPER = {"scd_paper_reuse": ("--paper-reuse", "paper-reuse"), "scd_paper": ("--paper", "paper")}
 _NO_LIMIT = 1 << 40
 
