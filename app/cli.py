@@ -114,6 +114,8 @@ def evaluate(
     ),
     registry: Registry = None,
     seed: Annotated[int, typer.Option(help="Seed of the choice of questions.")] = 0,
+    windows: Annotated[int, typer.Option(help="Windows of the text at most.", min=1)] = 40,
+    base: Annotated[str | None, typer.Option(help="Base of a peft specialist.", show_default="producer")] = None,
 ) -> None:
     """Measure a calibrated specialist against every baseline, and save the table."""
     from calibration.demo.publish import publish_demo
@@ -122,7 +124,7 @@ def evaluate(
 
     if registry is None:
         publish_demo(Artefacts(registry_root()))
-    measure(name, registry or registry_root(), questions, text, limit, out, seed)
+    measure(name, registry or registry_root(), questions, text, limit, out, seed, windows=windows, base=base)
 
 
 def without_option(arguments: list[str], *names: str) -> list[str]:

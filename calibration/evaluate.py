@@ -62,7 +62,7 @@ def evaluate(
         windows: at most so many windows of ``text``.
         command: what the measurements are signed with; the process's own command line unless given.
         producer_source, specialist_source: where the models are now, if not where they were calibrated.
-        base: the model under a LoRA specialist, where its own configuration does not name a reachable one.
+        base: the model under a LoRA specialist; the producer unless given.
 
     Raises:
         CorpusError: neither questions nor text, or nothing in them that can be measured.
@@ -72,8 +72,11 @@ def evaluate(
         raise CorpusError("nothing to evaluate on: give questions, or a text for perplexity, or both")
     registry = registry if isinstance(registry, Registry) else Registry(registry)
     artefact = registry.load_specialist(name)
-    producer = load_model(producer_source or artefact.producer_source, dtype=torch.float32)
-    specialist = load_model(specialist_source or artefact.specialist_source, dtype=torch.float32, base=base)
+    producer_at = producer_source or artefact.producer_source
+    producer = load_model(producer_at, dtype=torch.float32)
+    specialist = load_model(
+        specialist_source or artefact.specialist_source, dtype=torch.float32, base=base or producer_at
+    )
     artefact.verify(producer, specialist)
     pair = Pair(producer, specialist, _codecs(name, registry, artefact, specialist))
     page = artefact.encoder.page_size

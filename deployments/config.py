@@ -73,7 +73,7 @@ class PoolSettings:
         cpus, gpus: logical ones that each replica with a model reserves.
         threads: of torch in each replica; None: as many as the machine has.
         sources: by specialist, the model to load instead of the one that its artefact names.
-        bases: by specialist, the base model of a LoRA whose own configuration names an unreachable one.
+        bases: by specialist, the base model of a LoRA; the producer unless given.
     """
 
     registry: str

@@ -82,7 +82,7 @@ class SpecialistReplica:
         artefact = Registry(settings.registry).load_specialist(name)
         model = load_model(
             settings.sources.get(name, artefact.specialist_source),
-            base=settings.bases.get(name),
+            base=settings.bases.get(name, settings.producer.source or artefact.producer_source),
             limit=settings.specialist.limit,
         )
         artefact.verify(specialist=model)
