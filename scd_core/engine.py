@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from uuid import uuid4
@@ -191,9 +191,9 @@ class Engine:
         return ids
 
     async def stream(
-        self, token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[TokenEvent]:
-        """Generate. Closing the iterator, or cancelling the task that reads it, cancels and frees the pages.
+        self, token_ids: Sequence[int], params: SamplingParams, request_id: str | None = None, native: bool = False
+    ) -> AsyncGenerator[TokenEvent]:
+        """Generate; ``native`` uses and leaves no cached page. Closing the iterator cancels and frees the pages.
 
         Raises what ``check`` does, EngineStoppedError, or NonFiniteError when the logits are not finite; the pages
         that led there are not used again.
@@ -213,9 +213,7 @@ class Engine:
                 raise EngineError(f"a request {request_id!r} is running already")
             self._inboxes[request_id] = inbox  # from here on the end of the thread is heard
         try:
-            name = self._batcher.add(
-                token_ids, max_new_tokens=max_tokens, stop_ids=stop_ids, choice=choice, deliver=inbox.put
-            )
+            name = self._batcher.add(token_ids, max_tokens, stop_ids, choice, inbox.put, native)
             token_id, hits, known = -1, 0, list(token_ids)
             while not done:
                 message = await inbox.get()

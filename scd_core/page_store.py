@@ -26,6 +26,9 @@ from torch import Tensor
 
 from scd_core.errors import EngineStoppedError, NonFiniteError
 
+NATIVE = "native-"
+"""Requests of such names neither read shared pages nor leave any."""
+
 
 class PageStore:
     """Prefix pages of one running manager's cache.
@@ -44,6 +47,7 @@ class PageStore:
         self.page_size = page_size
         with self.paused():  # the thread has made its cache by the time that it can pause
             self._cache = manager.batch_processor.cache
+            _keep_native_apart(self._cache)
         self._allocators: list[Any] = list(self._cache.cache_allocators.values())
 
     @contextmanager
@@ -198,3 +202,17 @@ class PageStore:
     def _synchronise(self) -> None:
         if self._cache.device.type != "cpu":  # the generation thread has a stream of its own
             torch.accelerator.synchronize()
+
+
+def _keep_native_apart(cache: Any) -> None:
+    """Both ways to a shared page are closed: the search at the start, and the exchange of a completed page for an
+    equal one, which hashes bring about in the midst of a prompt."""
+    search, complete = cache.search_prefix_match, cache.count_new_complete_blocks
+
+    def search_prefix_match(name: str, token_ids: list[int]) -> int:
+        return 0 if name.startswith(NATIVE) else int(search(name, token_ids))
+
+    def count_new_complete_blocks(state: Any, tokens: int) -> dict[str, int]:
+        return {} if state.request_id.startswith(NATIVE) else dict(complete(state, tokens))
+
+    cache.search_prefix_match, cache.count_new_complete_blocks = search_prefix_match, count_new_complete_blocks

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.continuous_api import OutputRou
 
 from scd_core import attention
 from scd_core.errors import EngineStoppedError
-from scd_core.page_store import PageStore
+from scd_core.page_store import NATIVE, PageStore
 from scd_core.sampling import Choice, choose
 
 SAFETY_MARGIN = 0.15
@@ -124,14 +124,18 @@ class PagedBatcher:
     def add(
         self,
         token_ids: Sequence[int],
-        *,
         max_new_tokens: int,
         stop_ids: Sequence[int],
         choice: Choice,
         deliver: Callable[[Step], None],
+        native: bool = False,
     ) -> str:
-        """Queue a request; ``deliver`` is called in the generation thread with each token. Returns its name."""
-        name = f"request-{next(self._names)}"
+        """Queue a request; ``deliver`` is called in the generation thread with each token. Returns its name.
+
+        Args:
+            native: compute the whole prompt, whatever is cached, and share nothing of it.
+        """
+        name = f"{NATIVE if native else 'request-'}{next(self._names)}"
         self._outbox.register(name, deliver)
         accepted = self._manager.add_request(
             list(token_ids),
