@@ -4,8 +4,9 @@
 differ from each other and between repeats, so no page is found cached. Each repeat runs both, in turns; figures
 are medians over the repeats, and the ratio is the median of the repeats' own ratios.
 
-SmolLM2-135M, float32, 2 cores shared with other work: ratios of 0.43, 0.85 and 0.89 for 1, 4 and 16 requests. With
-transformers' dense mask over all requests (see attention.py) they are 1.32 and 1.68 for 1 and 4.
+SmolLM2-135M, float32, 2 cores busy with other work, runs of 2 or 3 repeats: ratios of 0.43, 0.95 and 1.00 for one
+request, 0.85 and 0.88 for 4, 0.89 and 1.13 for 16, all answers equal. With transformers' dense mask over all
+requests (see attention.py) in one run: 1.32 for one, 1.68 for 4.
 
     python -m scd_core.engine_bench MODEL [--prompt-tokens 253] [--new-tokens 32] [--requests 1 4 16] [--repeats 3]
 """
