@@ -6,8 +6,10 @@ Convention: every error, also of routing, has OpenAI's shape; a request's id sta
 
 from __future__ import annotations
 
+import hmac
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +22,7 @@ from app.errors import ApiError, of_exception
 from app.render import Renderer
 from app.schemas import ChatBody, CompletionBody, GenerationBody
 from app.sse import ClientGoneError, stream_response, while_connected
+from deployments.names import Standing
 from deployments.pool import Pool
 from deployments.request import GenerateRequest
 
@@ -29,8 +32,12 @@ CLIENT_GONE = 499
 """What a log says of a request whose client went; nobody receives it."""
 
 
-def create_app(pool: Pool, body_limit: int = BODY_LIMIT) -> FastAPI:
-    """The application over a pool."""
+def create_app(pool: Pool, body_limit: int = BODY_LIMIT, token: str | None = None) -> FastAPI:
+    """The application over a pool.
+
+    Args:
+        token: who presents it may have the pool reconciled with its registry; None: nobody may.
+    """
     app = FastAPI(title="Semantic Cache Distillation", docs_url=None, redoc_url=None, openapi_url=None)
     started = int(time.time())
 
@@ -55,8 +62,14 @@ def create_app(pool: Pool, body_limit: int = BODY_LIMIT) -> FastAPI:
 
     @app.get("/v1/scd/specialists")
     async def specialists() -> dict[str, Any]:
-        rows = [{"name": s.name, "status": s.status, "message": s.message} for s in await pool.standings()]
-        return {"object": "list", "data": rows}
+        return _rows(await pool.standings())
+
+    @app.post("/v1/scd/reconcile")
+    async def reconcile(request: Request) -> dict[str, Any]:
+        given = request.headers.get("authorization", "").encode()
+        if token is None or not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            raise ApiError(401, "This needs the pool's own token", code="invalid_token")
+        return _rows(await pool.reconcile())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -104,6 +117,11 @@ async def _answer(pool: Pool, request: Request, body: GenerationBody, asked: Gen
 
 def _card(name: str, created: int) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "scd"}
+
+
+def _rows(standings: Sequence[Standing]) -> dict[str, Any]:
+    rows = [{"name": s.name, "status": s.status, "message": s.message} for s in standings]
+    return {"object": "list", "data": rows}
 
 
 async def _show_api_error(request: Request, error: Exception) -> Response:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from app.pool_commands import add_to
 from scd_core.errors import SCDError
 from scd_core.home import registry_root
 
@@ -139,6 +140,9 @@ def without_option(arguments: list[str], *names: str) -> list[str]:
         elif argument.partition("=")[0] not in names:
             kept.append(argument)
     return kept
+
+
+add_to(app)
 
 
 def main() -> None:

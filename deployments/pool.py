@@ -10,9 +10,7 @@ from ray import serve
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
-from deployments import registrar
-from deployments.registrar import Standing
-from deployments.replicas import specialist_application
+from deployments.names import PRODUCER, REGISTRAR, SPECIALIST, Standing, specialist_application
 from deployments.request import GenerateRequest, Piece, Usage
 from scd_core.errors import OverloadedError, SCDError, SpecialistUnavailableError, UnknownSpecialistError
 
@@ -31,6 +29,9 @@ class Pool(Protocol):
             SCDError: the specialist refused or failed.
         """
 
+    async def reconcile(self) -> Sequence[Standing]:
+        """Serve what the registry holds; returns the outcome, when every application has started or failed."""
+
     async def stats(self) -> dict[str, Any]:
         """Counters of all producers and specialists."""
 
@@ -42,7 +43,11 @@ class ServePool:
         self._handles: dict[str, Any] = {}
 
     async def standings(self) -> Sequence[Standing]:
-        found: list[Standing] = await (await self._handle(registrar.APPLICATION)).standings.remote()
+        found: list[Standing] = await (await self._handle(REGISTRAR)).standings.remote()
+        return found
+
+    async def reconcile(self) -> Sequence[Standing]:
+        found: list[Standing] = await (await self._handle(REGISTRAR)).reconcile.remote()
         return found
 
     async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[Piece | Usage]:
@@ -71,13 +76,13 @@ class ServePool:
 
     async def stats(self) -> dict[str, Any]:
         applications = await asyncio.to_thread(lambda: serve.status().applications)
-        names = [n for n, a in applications.items() if n.startswith(registrar.PREFIXES) and a.status == "RUNNING"]
+        names = [
+            n for n, a in applications.items() if n.startswith((SPECIALIST, PRODUCER)) and a.status == "RUNNING"
+        ]
         found = await asyncio.gather(*map(self._stats, names))
         return {
-            kind + "s": {
-                n.removeprefix(f"{kind}-"): s for n, s in zip(names, found, strict=True) if n.startswith(kind)
-            }
-            for kind in ("producer", "specialist")
+            kind: {n.removeprefix(prefix): s for n, s in zip(names, found, strict=True) if n.startswith(prefix)}
+            for kind, prefix in (("producers", PRODUCER), ("specialists", SPECIALIST))
         }
 
     async def _stats(self, application: str) -> dict[str, Any]:
@@ -95,7 +100,7 @@ class ServePool:
             if standing is None:
                 raise UnknownSpecialistError(f"there is no model {name!r}")
             if not standing.serves:
-                raise SpecialistUnavailableError(f"model {name!r} does not serve: {_said(standing)}")
+                raise SpecialistUnavailableError(f"model {name!r} does not serve: {standing.why}")
         return await self._handle(application)
 
     async def _handle(self, application: str) -> Any:
@@ -111,15 +116,11 @@ class ServePool:
             standing = None
         if standing is None or standing.serves:
             return f"model {name!r} failed: {type(error).__name__}"
-        return f"model {name!r} does not serve: {_said(standing)}"
+        return f"model {name!r} does not serve: {standing.why}"
 
 
 STATS_S = 5.0
 """A replica that does not say its counters in this time is reported as such."""
-
-
-def _said(standing: Standing) -> str:
-    return standing.message or standing.status
 
 
 def _cause(error: RayTaskError) -> Exception:

@@ -7,46 +7,27 @@ identical application would restart it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve import Application, RunTarget
 
 from deployments.config import PoolSettings
-from deployments.replicas import producer_app, producer_application, specialist_app, specialist_application
+from deployments.names import PRODUCER, SPECIALIST, Standing, producer_application, specialist_application
+from deployments.replicas import producer_app, specialist_app
 from scd_core.errors import SCDError
 from scd_core.registry import Registry, SpecialistArtefact
 
 log = logging.getLogger("scd.registrar")
 
-APPLICATION = "registrar"
-PREFIXES = ("specialist-", "producer-")
 LEFT_ALONE = {"RUNNING", "DEPLOYING", "UNHEALTHY"}
 """Serve itself brings an unhealthy application back."""
 
 POLL_S = 0.2
-
-
-@dataclass(frozen=True)
-class Standing:
-    """How a specialist of the registry stands.
-
-    Attributes:
-        status: Serve's word for its application; "REFUSED" when its artefact cannot be read, "UNKNOWN" when it
-            has no application.
-        message: why it does not serve.
-    """
-
-    name: str
-    status: str
-    message: str = ""
-
-    @property
-    def serves(self) -> bool:
-        return self.status in {"RUNNING", "UNHEALTHY"}
 
 
 class Registrar:
@@ -57,7 +38,7 @@ class Registrar:
         self._registry = Registry(settings.registry)
         self._lock = asyncio.Lock()
         self._refused: dict[str, str] = {}
-        self._versions: dict[str, str] = {}
+        self._versions: dict[str, bytes] = {}
         self._first = asyncio.create_task(self.reconcile())
 
     async def reconcile(self) -> list[Standing]:
@@ -66,17 +47,18 @@ class Registrar:
             artefacts = await asyncio.to_thread(self._artefacts)
             wanted = self._applications(artefacts)
             there = await asyncio.to_thread(_statuses)
-            gone = [name for name in there if name.startswith(PREFIXES) and name not in wanted]
+            gone = [name for name in there if name.startswith((SPECIALIST, PRODUCER)) and name not in wanted]
             for name in gone:
                 log.info("removing %s", name)
                 await asyncio.to_thread(serve.delete, name)
-            changed = {n for n, a in artefacts.items() if self._versions.get(n, a.version) != a.version}
+            versions = {name: self._version(name) for name in artefacts}
+            changed = {n for n, version in versions.items() if self._versions.get(n, version) != version}
             fresh = [
                 RunTarget(application, name, route_prefix=None)
                 for name, application in wanted.items()
                 if there.get(name, ("", ""))[0] not in LEFT_ALONE or name in map(specialist_application, changed)
             ]
-            self._versions = {name: artefact.version for name, artefact in artefacts.items()}
+            self._versions = versions
             if fresh:
                 log.info("starting %s", ", ".join(target.name for target in fresh))
                 await asyncio.to_thread(
@@ -110,6 +92,11 @@ class Registrar:
                 log.error("specialist %s is refused: %s: %s", name, type(error).__name__, error)
                 self._refused[name] = f"{type(error).__name__}: {error}"
         return found
+
+    def _version(self, name: str) -> bytes:
+        """Changes when the artefact is replaced: its manifest holds the digests of all its files."""
+        manifest = Path(self._settings.registry) / "specialists" / name / "manifest.json"
+        return hashlib.sha256(manifest.read_bytes()).digest()
 
     def _applications(self, artefacts: Mapping[str, SpecialistArtefact]) -> dict[str, Application]:
         """All applications that there should be, by name; producers first."""

@@ -1,40 +1,26 @@
-"""Producer and specialist as Ray Serve deployments: they load, verify, and hand on. The work is done elsewhere."""
+"""Producer and specialist as Ray Serve deployments: they load, verify, and hand on. The work is done elsewhere.
+
+What computes is imported where a replica starts: the registrar only names these classes, and starts fast so.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import torch
 from ray import serve
 from ray.serve import Application
 
 from deployments.config import PoolSettings
-from deployments.link import ServeLink
-from deployments.producer import Producer
+from deployments.names import producer_application
 from deployments.request import GenerateRequest, Piece, Usage
-from deployments.specialist import Specialist
 from deployments.ticket import Ticket
 from deployments.transport import open_transport
 from scd_core.errors import UnsupportedModelError
-from scd_core.huggingface import load_model
 from scd_core.registry import Registry
 from scd_core.signature import serving_refusal
-
-log = logging.getLogger("scd.replicas")
-
-
-def producer_application(fingerprint: str) -> str:
-    """The Serve application of the producer with these weights."""
-    return f"producer-{fingerprint[:16]}"
-
-
-def specialist_application(name: str) -> str:
-    """The Serve application of a specialist."""
-    return f"specialist-{name}"
 
 
 class ProducerReplica:
@@ -46,6 +32,9 @@ class ProducerReplica:
         Raises:
             FingerprintError: the model at its source has other weights now.
         """
+        from deployments.producer import Producer
+        from scd_core.huggingface import load_model
+
         _use_threads(settings)
         registry = Registry(settings.registry)
         artefact = registry.load_specialist(name)
@@ -78,6 +67,10 @@ class SpecialistReplica:
             UnsupportedModelError: it cannot be served from pages.
             ArtefactError: the artefact is missing or damaged.
         """
+        from deployments.link import ServeLink
+        from deployments.specialist import Specialist
+        from scd_core.huggingface import load_model
+
         _use_threads(settings)
         artefact = Registry(settings.registry).load_specialist(name)
         model = load_model(
@@ -143,5 +136,7 @@ def specialist_app(name: str, settings: PoolSettings) -> Application:
 
 
 def _use_threads(settings: PoolSettings) -> None:
+    import torch
+
     # Ray gives a replica with a tenth of a core one thread, and replicas rarely compute at once
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)

@@ -122,8 +122,8 @@ class Warmer:
         pages = len(hashes) - first
         with warmth.timed("prepare"):
             ticket = await self._link.prepare(ids, self._artefact.encoder.digest, first, pages)
-        self._check_ticket(ticket, first, pages)
         try:
+            self._check_ticket(ticket, first, pages)
             ticket.check_age(asked_at)
             with warmth.timed("fetch"):
                 data = await self._transport.fetch(ticket, deadline - time.monotonic())

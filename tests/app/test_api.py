@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.api import create_app
-from deployments.registrar import Standing
+from deployments.names import Standing
 from deployments.request import GenerateRequest, Piece, TokenLogprob, Usage
 from scd_core.errors import (
     ContextLengthError,
@@ -32,9 +32,14 @@ class MemoryPool:
         self.after: Exception | None = None
         self.asked: list[GenerateRequest] = []
         self.closed = 0
+        self.reconciled = 0
 
     async def standings(self) -> Sequence[Standing]:
         return [Standing("good", "RUNNING"), Standing("bad", "DEPLOY_FAILED", "FingerprintError: other weights")]
+
+    async def reconcile(self) -> Sequence[Standing]:
+        self.reconciled += 1
+        return await self.standings()
 
     async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[Piece | Usage]:
         self.asked.append(request)
@@ -64,7 +69,7 @@ class Client:
     """Calls the application in this process."""
 
     def __init__(self, pool: MemoryPool, limit: int = 50_000) -> None:
-        self._transport = httpx.ASGITransport(create_app(pool, limit), raise_app_exceptions=False)
+        self._transport = httpx.ASGITransport(create_app(pool, limit, "secret-token"), raise_app_exceptions=False)
 
     async def call(self, method: str, path: str, **more: Any) -> httpx.Response:
         async with httpx.AsyncClient(transport=self._transport, base_url="http://test") as client:
@@ -191,6 +196,21 @@ class TestAnswers:
         rows = (await client.call("GET", "/v1/scd/specialists")).json()["data"]
         assert "FingerprintError" in next(r for r in rows if r["name"] == "bad")["message"]
         assert error_of(await client.call("GET", "/v1/models/bad"))["code"] == "model_not_found"
+
+    @pytest.mark.parametrize("header", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret-token"}])
+    async def test_reconciling_needs_the_token(
+        self, client: Client, pool: MemoryPool, header: dict[str, str]
+    ) -> None:
+        response = await client.call("POST", "/v1/scd/reconcile", headers=header)
+        assert response.status_code == 401
+        error_of(response)
+        assert pool.reconciled == 0
+
+    async def test_reconcile(self, client: Client, pool: MemoryPool) -> None:
+        header = {"Authorization": "Bearer secret-token"}
+        response = await client.call("POST", "/v1/scd/reconcile", headers=header)
+        assert [row["name"] for row in response.json()["data"]] == ["good", "bad"]
+        assert pool.reconciled == 1
 
     async def test_healthz(self, client: Client) -> None:
         assert (await client.call("GET", "/healthz")).status_code == 200
