@@ -68,6 +68,7 @@ def calibrate(
     held_out: Annotated[float, typer.Option(help="Share of the documents to measure on.")] = 0.125,
     seed: Annotated[int, typer.Option(help="Seed of every choice.")] = 0,
     base: Annotated[str | None, typer.Option(help="Base of a peft specialist.", show_default="producer")] = None,
+    start_from: Annotated[str | None, typer.Option(help="Specialist whose decoder to begin from.")] = None,
     ray: Annotated[str | None, typer.Option(help="Run as a job on the Ray cluster with this dashboard.")] = None,
     gpus: Annotated[float, typer.Option(help="GPUs of that job.", min=0)] = 0,
 ) -> None:
@@ -97,7 +98,7 @@ def calibrate(
         held_out=held_out,
         seed=seed,
     )
-    calibrate_pair(name, producer, specialist, corpus, out or registry_root(), settings, base)
+    calibrate_pair(name, producer, specialist, corpus, out or registry_root(), settings, base, start_from)
 
 
 @app.command()

@@ -105,7 +105,7 @@ def ask_all(client: Client, say: Say) -> tuple[list[Pair], dict[str, int]]:
         with _progress(say, f"{name}: warming up"):
             client.ask(name, WARM_UP, codes=True, max_tokens=4)
     before = _producer(client)
-    pairs = []
+    pairs: list[Pair] = []
     for name, question in QUESTIONS.items():
         message = f"{DOCUMENT}\n\n{question}"
         with _progress(say, f"{name}: by itself"):

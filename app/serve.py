@@ -177,7 +177,7 @@ def wait_for_a_signal() -> None:
     import threading
 
     asked = threading.Event()
-    before = {}
+    before: dict[int, Any] = {}
 
     def stop(number: int, frame: Any) -> None:
         for known, handler in before.items():

@@ -73,6 +73,7 @@ def calibrate(
     settings: CalibrationSettings,
     workdir: Path | None = None,
     base: str | None = None,
+    start_from: str | None = None,
 ) -> SpecialistArtefact:
     """Fits and publishes the artefact ``name`` (see :func:`scd_core.registry.Registry.save_specialist`).
 
@@ -80,6 +81,7 @@ def calibrate(
         corpus: a file (text, JSONL, questions as JSON) or a Hugging Face dataset id.
         workdir: where an interrupted run leaves its state, and from where it goes on.
         base: the model under a LoRA specialist, where its own configuration does not name a reachable one.
+        start_from: an artefact of the registry whose decoder distillation begins from.
 
     Raises:
         CorpusError: unreadable or too small a corpus.
@@ -100,7 +102,8 @@ def calibrate(
             encoder,
             prompts,
             settings.distill,
-            workdir / f"{name}.distill.safetensors" if workdir else None,
+            workdir / f"{name}.{specialist.signature.fingerprint[:8]}.distill.safetensors" if workdir else None,
+            registry.load_specialist(start_from).decoder if start_from else None,
         )
     else:
         paper = settings.paper if settings.method == "paper" else settings.paper.without_patches()
@@ -118,6 +121,7 @@ def calibrate(
             "method": settings.method,
             "settings": asdict(settings),
             "corpus": Path(corpus).name,
+            "start_from": start_from,
             "documents": {"fit": len(fit), "held_out": len(held_out)},
             "seen": sorted({e.fingerprint for e in fit}),
             "torch": torch.__version__,

@@ -35,7 +35,7 @@ from scd_core.codec import (
     producer_means,
     synthesis,
 )
-from scd_core.errors import CorpusError
+from scd_core.errors import CodeEncoderError, CorpusError
 from scd_core.huggingface import LoadedModel
 from scd_core.pages import coded_tokens
 
@@ -137,6 +137,25 @@ class StudentDecoder(nn.Module):
                 values.append(v.float())
         return torch.stack(keys), torch.stack(values)
 
+    def load(self, decoder: Decoder) -> None:
+        """Begin from a decoder that was fitted before.
+
+        Raises:
+            CodeEncoderError: to another encoder.
+            CorpusError: with other windows or ranks.
+        """
+        if decoder.encoder_digest != self.encoder.digest:
+            raise CodeEncoderError(
+                f"decoder fitted to encoder {decoder.encoder_digest}, not {self.encoder.digest}"
+            )
+        for i, learned in self.of_layer.items():
+            held = decoder.layers[i]
+            for name, parameter in learned.named_parameters():
+                value = getattr(held, name, None)
+                if value is None or value.shape != parameter.shape:
+                    raise CorpusError(f"layer {i} of the decoder to start from has no {name} of this shape")
+                parameter.data.copy_(value)
+
     def decoder(self) -> Decoder:
         layers: list[LayerDecoder] = [
             self.of_layer[i].decoder() if i in self.of_layer else NativeLayer() for i in range(self.layers)
@@ -224,8 +243,12 @@ def distill(
     examples: Sequence[Prompt],
     settings: DistillSettings,
     checkpoint: Path | None = None,
+    start: Decoder | None = None,
 ) -> tuple[Decoder, dict[str, Any]]:
     """Fits a decoder; continues from ``checkpoint`` when that file is there.
+
+    Args:
+        start: a decoder to begin from instead of the identity, such as that of the specialist's last version.
 
     Raises:
         CorpusError: no example's prompt is long enough for one coded page.
@@ -242,12 +265,14 @@ def distill(
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: _cosine(s, settings))
-    start = 0
+    if start is not None:
+        student.load(start)
+    begin = 0
     curve: list[float] = []
     if checkpoint is not None and checkpoint.exists():
-        start, curve = load_checkpoint(checkpoint, student, optimizer, schedule, asdict(settings))
+        begin, curve = load_checkpoint(checkpoint, student, optimizer, schedule, asdict(settings))
     classroom = Classroom(producer, specialist, encoder)
-    progress = tqdm(range(start, settings.steps), initial=start, total=settings.steps, desc="distil")
+    progress = tqdm(range(begin, settings.steps), initial=begin, total=settings.steps, desc="distil")
     for step in progress:
         rng = random.Random(f"{settings.seed}:{step}")
         total = 0.0

@@ -18,6 +18,7 @@ def calibrate_pair(
     registry: Path,
     settings: CalibrationSettings,
     base: str | None = None,
+    start_from: str | None = None,
 ) -> None:
     """Calibrates and publishes ``name`` (default: the specialist's folder's name, ``--METHOD`` behind it for the
     paper's methods), and prints what was measured on held-out documents.
@@ -37,6 +38,7 @@ def calibrate_pair(
         settings,
         workdir=home() / "work",
         base=resolve(base) if base else producer,
+        start_from=start_from,
     )
     measured = artefact.report["held_out"]
     print(
