@@ -23,7 +23,17 @@ from calibration.corpus import Example, read_corpus, text_documents
 from calibration.methods import Coded
 from calibration.pair import MAX_NEW, Pair, Task
 from calibration.plots import plot_pareto
-from calibration.report import METHODS, Answered, Row, Scored, json_line, make_row, markdown, write_table
+from calibration.report import (
+    EQUAL_BYTES,
+    METHODS,
+    Answered,
+    Row,
+    Scored,
+    json_line,
+    make_row,
+    markdown,
+    write_table,
+)
 from scd_core.codec import HELD_BACK
 from scd_core.errors import ArtefactError, CorpusError
 from scd_core.huggingface import LoadedModel, load_model
@@ -34,7 +44,11 @@ PREFIX, BEHIND = 256, 128
 """A window of a text: so many tokens handed over, so many behind them run natively and scored."""
 
 PROFILED = 4
-PAPER = {"scd_paper_reuse": ("--paper-reuse", "paper-reuse"), "scd_paper": ("--paper", "paper")}
+PAPER = {
+    "scd_paper_reuse": ("--paper-reuse", "paper-reuse"),
+    "scd_paper": ("--paper", "paper"),
+    EQUAL_BYTES: ("--paper-equal", "paper-reuse"),
+}
 _NO_LIMIT = 1 << 40
 
 
@@ -106,6 +120,8 @@ def _codecs(name: str, registry: Registry, artefact: SpecialistArtefact, special
     found = []
     for method, (suffix, setting) in PAPER.items():
         if name + suffix not in registry.list():
+            if method == EQUAL_BYTES:
+                continue
             print(
                 f"{method} is left out: the registry has no {name}{suffix}. To make it: scd calibrate "
                 f"--producer {artefact.producer_source} --specialist {artefact.specialist_source} "
@@ -204,7 +220,7 @@ def _measure(
                     scored[s.method].append(s)
                     file.write(json_line(s, seed, command))
     raw = pair.raw_bytes_per_token
-    present = [m for m in METHODS if m in answered or m in scored]
+    present = [m for m in (*METHODS, EQUAL_BYTES) if m in answered or m in scored]
     return [make_row(m, answered[m], scored[m], raw, seed) for m in present]
 
 

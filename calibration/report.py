@@ -29,6 +29,8 @@ METHODS = (
     "scd_paper",
     "scd",
 )
+EQUAL_BYTES = "scd_paper_equal"
+"""A row behind the table's own: the paper's method at ranks that cost the bytes of ``scd``, where it was calibrated."""
 
 
 @dataclass(frozen=True, slots=True)
