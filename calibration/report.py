@@ -30,7 +30,7 @@ METHODS = (
     "scd",
 )
 EQUAL_BYTES = "scd_paper_equal"
-"""A row behind the table's own: the paper's method at ranks that cost the bytes of ``scd``, where it was calibrated."""
+"""A row behind the table: the paper's method at ranks that cost what ``scd`` costs, where it was calibrated."""
 
 
 @dataclass(frozen=True, slots=True)
