@@ -7,6 +7,7 @@ with which ``scd register`` has it take up new specialists.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import time
@@ -27,6 +28,7 @@ API = "api"
 START_S = 600.0
 """A pool that has not started in this time will not."""
 
+RAY_ATTEMPTS = 3
 OBJECT_STORE_BYTES = 512 << 20
 POLL_S = 0.5
 
@@ -87,7 +89,15 @@ def running_ray(address: str | None = None, **options: Any) -> Iterator[None]:
         "object_store_memory": OBJECT_STORE_BYTES,
     }
     chosen = {"address": address} if address else local
-    ray.init(**{"log_to_driver": False, "logging_level": "warning", **chosen, **options})
+    for attempt in range(RAY_ATTEMPTS):
+        try:
+            ray.init(**{"log_to_driver": False, "logging_level": "warning", **chosen, **options})
+            break
+        except Exception as error:
+            # Ray waits 30 s for its own processes, which a busy machine exceeds, and has no setting for it
+            if "timed out during startup" not in str(error) or attempt == RAY_ATTEMPTS - 1:
+                raise
+            ray.shutdown()
     try:
         yield
     finally:
@@ -106,6 +116,7 @@ def deploy(settings: PoolSettings, host: str, port: int, token: str, say: Say) -
     from deployments.registrar import registrar_app
 
     serve.start(http_options={"host": host, "port": port})
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process's own; replicas log as before
     handle = serve.run(registrar_app(settings), name=REGISTRAR, route_prefix=None)
     standings = _reconciled(handle, say)
     serve.run(api_app(token), name=API, route_prefix="/")
@@ -140,8 +151,10 @@ def api_app(token: str | None) -> Any:
 
     def build() -> Any:
         from app.api import create_app
+        from deployments.logs import log_to_stderr
         from deployments.pool import ServePool
 
+        log_to_stderr()
         return create_app(ServePool(), token=token)
 
     ingress = serve.ingress(build)()

@@ -102,7 +102,10 @@ class ServeLink:
                 response.cancel()
             raise
         except (RayError, RayServeException) as error:
-            raise translated(error, self._application) from error
+            ours = translated(error, self._application)
+            if ours is error:
+                raise
+            raise ours from error
 
 
 def translated(error: Exception, application: str) -> Exception:

@@ -75,10 +75,7 @@ class ServePool:
                     response.cancel()
 
     async def stats(self) -> dict[str, Any]:
-        applications = await asyncio.to_thread(lambda: serve.status().applications)
-        names = [
-            n for n, a in applications.items() if n.startswith((SPECIALIST, PRODUCER)) and a.status == "RUNNING"
-        ]
+        names: list[str] = await (await self._handle(REGISTRAR)).running.remote()
         found = await asyncio.gather(*map(self._stats, names))
         return {
             kind: {n.removeprefix(prefix): s for n, s in zip(names, found, strict=True) if n.startswith(prefix)}

@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ray import serve
 from ray.serve import Application, RunTarget
 
 from deployments.config import PoolSettings
+from deployments.logs import log_to_stderr
 from deployments.names import PRODUCER, SPECIALIST, Standing, producer_application, specialist_application
 from deployments.replicas import producer_app, specialist_app
 from scd_core.errors import SCDError
 from scd_core.registry import Registry, SpecialistArtefact
+
+R = TypeVar("R")
 
 log = logging.getLogger("scd.registrar")
 
@@ -34,9 +38,12 @@ class Registrar:
     """Runs as one replica; reconciles when it starts and whenever it is asked to."""
 
     def __init__(self, settings: PoolSettings) -> None:
+        log_to_stderr()
         self._settings = settings
         self._registry = Registry(settings.registry)
         self._lock = asyncio.Lock()
+        # Serve's configurations change a global table while they are made and read: never two at once
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scd-registrar")
         self._refused: dict[str, str] = {}
         self._versions: dict[str, bytes] = {}
         self._first = asyncio.create_task(self.reconcile())
@@ -44,13 +51,14 @@ class Registrar:
     async def reconcile(self) -> list[Standing]:
         """Serve what the registry holds and is not served, remove what it no longer holds; returns the outcome."""
         async with self._lock:
-            artefacts = await asyncio.to_thread(self._artefacts)
-            wanted = self._applications(artefacts)
-            there = await asyncio.to_thread(_statuses)
+            artefacts = await self._alone(self._artefacts)
+            wanted = await self._alone(self._applications, artefacts)
+            there = await self._alone(_statuses)
             gone = [name for name in there if name.startswith((SPECIALIST, PRODUCER)) and name not in wanted]
             for name in gone:
                 log.info("removing %s", name)
-                await asyncio.to_thread(serve.delete, name)
+                await self._alone(serve.delete, name)
+            # of what ran before this registrar nothing is known: it is taken to be current
             versions = {name: self._version(name) for name in artefacts}
             changed = {n for n, version in versions.items() if self._versions.get(n, version) != version}
             fresh = [
@@ -61,21 +69,25 @@ class Registrar:
             self._versions = versions
             if fresh:
                 log.info("starting %s", ", ".join(target.name for target in fresh))
-                await asyncio.to_thread(
-                    serve.run_many,
-                    fresh,
-                    wait_for_ingress_deployment_creation=False,
-                    wait_for_applications_running=False,
-                )
-            while any(status == "DEPLOYING" for status, _ in (await asyncio.to_thread(_statuses)).values()):
+                await self._alone(_run, fresh)
+            while any(status == "DEPLOYING" for status, _ in (await self._alone(_statuses)).values()):
                 await asyncio.sleep(POLL_S)
         return await self.standings()
 
+    async def _alone(self, work: Callable[..., R], *args: Any) -> R:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
+
     async def standings(self) -> list[Standing]:
         """Every specialist of the registry, and how it stands."""
-        statuses = await asyncio.to_thread(_statuses)
-        names = await asyncio.to_thread(self._registry.list)
+        statuses = await self._alone(_statuses)
+        names = await self._alone(self._registry.list)
         return [self._standing(name, statuses) for name in names]
+
+    async def running(self) -> list[str]:
+        """The applications of producers and specialists that run."""
+        statuses = await self._alone(_statuses)
+        ours = (SPECIALIST, PRODUCER)
+        return [name for name, (status, _) in statuses.items() if name.startswith(ours) and status == "RUNNING"]
 
     def _standing(self, name: str, statuses: Mapping[str, tuple[str, str]]) -> Standing:
         if name in self._refused:
@@ -120,6 +132,10 @@ def cause_of(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     named = [line for line in lines if line.split(":", 1)[0].split(".")[-1].endswith("Error")]
     return (named or lines or [""])[-1]
+
+
+def _run(targets: list[RunTarget]) -> None:
+    serve.run_many(targets, wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def _statuses() -> dict[str, tuple[str, str]]:

@@ -14,6 +14,7 @@ from ray import serve
 from ray.serve import Application
 
 from deployments.config import PoolSettings
+from deployments.logs import log_to_stderr
 from deployments.names import producer_application
 from deployments.request import GenerateRequest, Piece, Usage
 from deployments.ticket import Ticket
@@ -35,7 +36,7 @@ class ProducerReplica:
         from deployments.producer import Producer
         from scd_core.huggingface import load_model
 
-        _use_threads(settings)
+        _set_up(settings)
         registry = Registry(settings.registry)
         artefact = registry.load_specialist(name)
         model = load_model(settings.producer.source or artefact.producer_source)
@@ -71,7 +72,7 @@ class SpecialistReplica:
         from deployments.specialist import Specialist
         from scd_core.huggingface import load_model
 
-        _use_threads(settings)
+        _set_up(settings)
         artefact = Registry(settings.registry).load_specialist(name)
         model = load_model(
             settings.sources.get(name, artefact.specialist_source),
@@ -135,8 +136,9 @@ def specialist_app(name: str, settings: PoolSettings) -> Application:
     return deployment.bind(name, settings)
 
 
-def _use_threads(settings: PoolSettings) -> None:
+def _set_up(settings: PoolSettings) -> None:
     import torch
 
+    log_to_stderr()
     # Ray gives a replica with a tenth of a core one thread, and replicas rarely compute at once
     torch.set_num_threads(settings.threads or os.cpu_count() or 1)
