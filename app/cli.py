@@ -59,6 +59,10 @@ def calibrate(
     method: Annotated[str, typer.Option(help="distilled, paper or paper-reuse.")] = "distilled",
     steps: Annotated[int | None, typer.Option(help="Distillation steps.", min=1)] = None,
     step: Annotated[float | None, typer.Option(help="Quantiser's step, in standard deviations.")] = None,
+    answer_weight: Annotated[float | None, typer.Option(help="Weight of an answer's tokens in the loss.")] = None,
+    continuation: Annotated[
+        float | None, typer.Option(help="Share of prefixes cut short, to go on reading.")
+    ] = None,
     decoder_rank: Annotated[int | None, typer.Option(help="Rank of the learned maps; 0: full.", min=0)] = None,
     rank_k: Annotated[int | None, typer.Option(help="Paper: rank of keys.", min=1)] = None,
     rank_v: Annotated[int | None, typer.Option(help="Paper: rank of values.", min=1)] = None,
@@ -91,6 +95,8 @@ def calibrate(
         method=method,
         steps=steps,
         step=step,
+        answer_weight=answer_weight,
+        continuation=continuation,
         decoder_rank=decoder_rank,
         ranks=(rank_k, rank_v, rank_h),
         patch=patch,

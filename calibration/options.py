@@ -17,6 +17,8 @@ def settings_of(
     method: str,
     steps: int | None,
     step: float | None,
+    answer_weight: float | None,
+    continuation: float | None,
     decoder_rank: int | None,
     ranks: tuple[int | None, int | None, int | None],
     patch: str,
@@ -42,6 +44,10 @@ def settings_of(
     distill = DistillSettings(seed=seed)
     if steps is not None:
         distill = replace(distill, steps=steps)
+    if answer_weight is not None:
+        distill = replace(distill, answer_weight=answer_weight)
+    if continuation is not None:
+        distill = replace(distill, continuation=continuation)
     if decoder_rank is not None:
         distill = replace(distill, rank=decoder_rank or None)
     return CalibrationSettings(

@@ -24,7 +24,7 @@ SINK_TOKENS = 4
 """So many first tokens of a prompt are always the specialist's own: they carry huge activations, and mapping
 them cost 1.4 nats in a prototype. They fill no bytes and take no time worth counting."""
 
-HELD_BACK = 16
+HELD_BACK = 32
 """At least so many last tokens of a prompt are prefilled natively on top of the codes."""
 
 SYMBOL_LIMIT = 127
