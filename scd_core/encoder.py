@@ -25,8 +25,8 @@ SINK_TOKENS = 4
 them cost 1.4 nats in a prototype. They fill no bytes and take no time worth counting."""
 
 HELD_BACK = 32
-"""At least so many last tokens of a prompt are prefilled natively on top of the codes: a question, mostly. 32 rather
-than 16 took the demo's first pair from F1 0.767 to 0.800 (60 held-out questions; its own: 0.883)."""
+"""At least so many last tokens of a prompt are prefilled natively on top of the codes: a question, mostly. 32
+rather than 16 took the demo's first pair from F1 0.767 to 0.800 (60 held-out questions; its own: 0.883)."""
 
 SYMBOL_LIMIT = 127
 
