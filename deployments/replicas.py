@@ -23,6 +23,9 @@ from scd_core.errors import UnsupportedModelError
 from scd_core.registry import Registry
 from scd_core.signature import serving_refusal
 
+HEALTH_S = 2.0
+"""A dead replica is noticed, and replaced, after this time; the default is 10."""
+
 
 class ProducerReplica:
     """One producer. It stands for all specialists that were calibrated against its weights."""
@@ -116,6 +119,7 @@ def producer_app(name: str, settings: PoolSettings) -> Application:
         num_replicas=1,
         max_ongoing_requests=256,
         max_constructor_retry_count=1,
+        health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=5,
         ray_actor_options=settings.actor_options,
     )(ProducerReplica)
@@ -130,6 +134,7 @@ def specialist_app(name: str, settings: PoolSettings) -> Application:
         max_ongoing_requests=settings.specialist.max_ongoing,
         max_queued_requests=settings.specialist.max_queued,
         max_constructor_retry_count=1,
+        health_check_period_s=HEALTH_S,
         graceful_shutdown_timeout_s=10,
         ray_actor_options=settings.actor_options,
     )(SpecialistReplica)

@@ -23,6 +23,17 @@ from scd_core.registry import SpecialistArtefact
 INLINE_CHARACTERS = 20_000
 """Longer prompts are tokenised in a thread: a megabyte takes about a second."""
 
+COUNTED = (
+    "requests",
+    "prompt_tokens",
+    "codes_tokens",
+    "cache_tokens",
+    "native_tokens",
+    "pages_from_codes",
+    "bytes_fetched",
+    "too_short",
+)
+
 
 class Specialist:
     """Serves one model. ``start`` it before the first request.
@@ -137,7 +148,7 @@ class Specialist:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start, gauges, and the engine's own."""
-        totals = self.counters.as_dict()
+        totals = {**dict.fromkeys(COUNTED, 0), **self.counters.as_dict()}
         fallbacks = {k.removeprefix("fallback."): v for k, v in totals.items() if k.startswith("fallback.")}
         counts = {k: v for k, v in totals.items() if not k.startswith("fallback.")}
         return {**counts, "fallbacks": fallbacks, "in_flight": self._in_flight, "engine": self.engine.stats()}

@@ -214,7 +214,7 @@ class TestPool:
     def test_a_damaged_artefact_hides_no_other(self, pool: Pool) -> None:
         """vmlx-swift#217: refused by its digest; the others still serve."""
         pool.registry.save_specialist(replace(pool.artefact, name="broken"))
-        tensors = pool.registry.root / "specialists" / "broken" / "decoder.safetensors"
+        (tensors,) = (pool.registry.root / "specialists" / "broken").glob("*.safetensors")
         tensors.write_bytes(tensors.read_bytes()[:-7])
         with Client(pool.url) as client:
             rows = {row["name"]: row for row in client.reconcile(TOKEN)}
