@@ -11,7 +11,8 @@ A broken artefact is refused by name and hides no other.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,18 +96,20 @@ class Registry:
         return _names(self.root / "encoders", _DIGEST)
 
     def save_encoder(self, encoder: Encoder, provenance: Mapping[str, Any] | None = None) -> None:
-        """Saves an encoder under its digest; one that is there and whole stays as it is.
+        """Saves an encoder under its digest; one that is there and whole stays, unless only ``provenance`` is new.
 
         Raises:
             ArtefactFormatError: the provenance is no JSON.
         """
         try:
             self.load_encoder(encoder.digest)
+            if not provenance or self.encoder_provenance(encoder.digest):
+                return
         except ArtefactError:
-            spec = {"encoder": encoder.spec(), "provenance": dict(provenance or {})}
-            write_artefact(
-                self._encoder_folder(encoder.digest), Artefact("encoder", spec, {"encoder": encoder.tensors()})
-            )
+            pass  # none there, or a broken one, which this mends
+        spec = {"encoder": encoder.spec(), "provenance": dict(provenance or {})}
+        folder = self._encoder_folder(encoder.digest)
+        write_artefact(folder, Artefact("encoder", spec, {"encoder": encoder.tensors()}))
 
     def load_encoder(self, digest: str) -> Encoder:
         """The encoder of this digest.
@@ -116,7 +119,8 @@ class Registry:
             ArtefactDigestError: not the encoder that was saved.
         """
         found = read_artefact(self._encoder_folder(digest), "encoder")
-        encoder = Encoder.from_tensors(_mapping(found.spec, "encoder"), _part(found, "encoder"))
+        with _malformed(f"encoder {digest}"):
+            encoder = Encoder.from_tensors(_mapping(found.spec, "encoder"), _part(found, "encoder"))
         if encoder.digest != digest:
             raise ArtefactDigestError(f"encoder {digest} holds encoder {encoder.digest}")
         Packer.of(encoder)  # its tables are part of it: refuse them here, not at the first request
@@ -182,6 +186,8 @@ class Registry:
         if spec.get("name") != name:
             raise ArtefactFormatError(f"specialist {name!r} holds {spec.get('name')!r}")
         encoder = self.load_encoder(_text(spec, "encoder"))
+        with _malformed(f"specialist {name}"):
+            decoder = Decoder.from_tensors(_mapping(spec, "decoder"), _part(found, "decoder"), encoder)
         return SpecialistArtefact(
             name=name,
             producer_source=_text(spec, "producer_source"),
@@ -189,7 +195,7 @@ class Registry:
             producer=ModelSignature.from_json(_mapping(spec, "producer")),
             specialist=ModelSignature.from_json(_mapping(spec, "specialist")),
             encoder=encoder,
-            decoder=Decoder.from_tensors(_mapping(spec, "decoder"), _part(found, "decoder"), encoder),
+            decoder=decoder,
             provenance=_mapping(spec, "provenance"),
             report=_mapping(spec, "report"),
         )
@@ -214,6 +220,15 @@ def _names(folder: Path, pattern: re.Pattern[str]) -> list[str]:
     if not folder.is_dir():
         return []
     return sorted(path.name for path in folder.iterdir() if path.is_dir() and pattern.fullmatch(path.name))
+
+
+@contextmanager
+def _malformed(what: str) -> Iterator[None]:
+    """Shapes and indices that contradict each other surface in torch: here they are a malformed artefact."""
+    try:
+        yield
+    except (RuntimeError, IndexError, AttributeError) as error:
+        raise ArtefactFormatError(f"{what}: {error}") from error
 
 
 def _mapping(spec: Mapping[str, Any], key: str) -> dict[str, Any]:
