@@ -143,8 +143,22 @@ class Decoder:
             rank = self.encoder.streams[self.encoder.stream(index, "h")].rank
             if layer.weight.shape[0] != rank:
                 raise ArtefactFormatError(f"layer {index}: patch of rank {layer.weight.shape[0]}, code of {rank}")
-        elif layer.full_weight(self.encoder, index).shape[1] != 2 * self.kv_dim:
-            raise ArtefactFormatError(f"layer {index}: a reuse decoder must give {2 * self.kv_dim} values")
+        else:
+            self._check_reuse(index, layer)
+
+    def _check_reuse(self, index: int, layer: ReuseLayer) -> None:
+        if not 0 <= layer.first <= index <= layer.last < len(self.layers):
+            raise ArtefactFormatError(f"layer {index}: a window of layers {layer.first} to {layer.last}")
+        window = self.encoder.layer_columns(layer.first, layer.last)
+        inputs, outputs = window.stop - window.start, 2 * self.kv_dim
+        rank = 0 if layer.down is None else layer.down.shape[-1]
+        wanted = {"bias": (outputs,), "weight": (inputs, outputs), "down": (inputs, rank), "up": (rank, outputs)}
+        for name, shape in wanted.items():
+            held = getattr(layer, name)
+            if held is not None and tuple(held.shape) != shape:
+                raise ArtefactFormatError(f"layer {index}: {name} is {tuple(held.shape)}, not {shape}")
+        if (layer.down is None) != (layer.up is None):
+            raise ArtefactFormatError(f"layer {index}: one factor of the map without the other")
 
     @cached_property
     def _maps(self) -> list[tuple[slice, Tensor, Tensor] | None]:

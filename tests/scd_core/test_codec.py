@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -202,3 +204,22 @@ def test_a_decoder_refuses_another_encoder() -> None:
     assert encoder.digest != other.digest
     with pytest.raises(CodeEncoderError, match=other.digest):
         Decoder.from_tensors(decoder.spec(), decoder.tensors(), other)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first": 2, "last": 1}, "window of layers 2 to 1"),
+        ({"first": 0, "last": 9}, "window of layers 0 to 9"),
+        ({"bias": torch.zeros(3)}, "bias is"),
+        ({"weight": torch.zeros(4, 4)}, "weight is"),
+        ({"down": torch.zeros(2 * DIM, 4)}, "one factor"),
+    ],
+)
+def test_a_malformed_reuse_layer_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    """Guards an artefact whose window or shapes would fail as a bare RuntimeError in the middle of a request."""
+    encoder = quantised_encoder()
+    layers = [ReuseLayer(i, i, torch.zeros(2 * DIM), base=True) for i in range(LAYERS)]
+    layers[1] = replace(layers[1], **change)  # type: ignore[arg-type]
+    with pytest.raises(ArtefactFormatError, match=f"layer 1: .*{message}"):
+        Decoder(encoder, layers, DIM)
