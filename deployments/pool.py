@@ -48,6 +48,7 @@ class ServePool:
 
     async def reconcile(self) -> Sequence[Standing]:
         found: list[Standing] = await (await self._handle(REGISTRAR)).reconcile.remote()
+        self._handles.clear()  # of specialists that are gone, requests would only fail
         return found
 
     async def generate(self, name: str, request: GenerateRequest) -> AsyncGenerator[Piece | Usage]:

@@ -18,8 +18,9 @@ from app.client import Client
 from app.serve import PoolNote, deploy
 from deployments.config import PoolSettings, SpecialistSettings
 from deployments.names import producer_application
-from scd_core.codec import identity_codec
+from scd_core.codec import HELD_BACK, identity_codec
 from scd_core.huggingface import LoadedModel, load_model
+from scd_core.pages import coded_tokens
 from scd_core.registry import Registry, SpecialistArtefact
 from tests.scd_core.serving import native
 from tests.tiny import tiny_folder
@@ -134,7 +135,9 @@ class TestPool:
             answer = pool.ask(name, TEXT)
             assert answer["choices"][0]["text"] == expected
             assert answer["scd"]["fallback"] is None
-            assert answer["scd"]["pages"] == (answer["usage"]["prompt_tokens"] - 16) // 32 > 2
+            assert (
+                answer["scd"]["pages"] == coded_tokens(answer["usage"]["prompt_tokens"], 32, HELD_BACK) // 32 > 2
+            )
             assert answer["scd"]["bytes"] > 0
         after = pool.producer()
         assert after["prefixes_prefilled"] - before["prefixes_prefilled"] == 1

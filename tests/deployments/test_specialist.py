@@ -11,13 +11,21 @@ import pytest
 from deployments.config import SpecialistSettings
 from deployments.request import GenerateRequest, Usage
 from deployments.ticket import Ticket, join_pages, split_pages
-from scd_core.codec import SINK_TOKENS, zero_codec
+from scd_core.codec import HELD_BACK, SINK_TOKENS, zero_codec
 from scd_core.errors import ContextLengthError, ProducerUnavailableError, PromptError, TransportError
+from scd_core.pages import coded_tokens
 from tests.deployments.rig import GREEDY, Rig, answer, make_rig
 from tests.scd_core.serving import native, prompt
 from tests.tiny import tiny_loaded
 
 PAGE = 32
+LEAST = 2 * PAGE + HELD_BACK
+"""The shortest prompt for which codes are asked for."""
+
+
+def pages_of(length: int) -> int:
+    """How many pages of a prompt may come from codes."""
+    return coded_tokens(length, PAGE, HELD_BACK) // PAGE
 
 
 @pytest.fixture
@@ -36,7 +44,7 @@ def own_text(rig: Rig, token_ids: list[int]) -> str:
 
 @pytest.mark.anyio
 class TestAnswers:
-    @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 80, 81, 200])
+    @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, LEAST - 1, LEAST, 200])
     async def test_equals_plain_generate(self, rig: Rig, length: int) -> None:
         """With codes (which are exact here) and without, around every border of a page."""
         token_ids = prompt(length)
@@ -44,20 +52,20 @@ class TestAnswers:
         assert (await rig.ask(token_ids, codes=False))[0] == expected
         text, usage = await rig.ask(token_ids)
         assert text == expected
-        assert usage.pages == (max(0, length - 16) // PAGE if length >= 80 else 0)
+        assert usage.pages == (pages_of(length) if length >= LEAST else 0)
         assert rig.fallbacks == {}
 
     async def test_account(self, rig: Rig) -> None:
         """Counts add up, sinks count as native, and a second request finds all of it cached."""
         token_ids = prompt(150)
         _, first = await rig.ask(token_ids)
-        assert first.codes_tokens == 4 * PAGE - SINK_TOKENS
+        assert first.codes_tokens == pages_of(150) * PAGE - SINK_TOKENS
         assert first.cache_tokens == 0
         assert first.codes_tokens + first.cache_tokens + first.native_tokens == first.prompt_tokens == 150
         assert first.bytes > first.raw_bytes > 0  # identity codes are float32
         _, second = await rig.ask(token_ids)
         assert (second.codes_tokens, second.bytes, second.pages) == (0, 0, 0)
-        assert second.cache_tokens == 4 * PAGE
+        assert second.cache_tokens == 4 * PAGE  # the answer's first request left one more full page
         assert len(rig.link.asked) == 1
 
     async def test_only_the_lacking_pages_move(self, rig: Rig) -> None:
@@ -65,10 +73,12 @@ class TestAnswers:
         token_ids = prompt(260)
         await rig.ask(token_ids[:150])
         _, usage = await rig.ask(token_ids)
-        assert rig.link.asked == [(0, 4), (4, 3)]
-        assert usage.codes_tokens == 3 * PAGE
-        assert usage.cache_tokens == 4 * PAGE
-        assert rig.producer.stats()["tokens_prefilled"] == 7 * PAGE
+        # the first request left its own last full page behind as well, computed natively
+        first, cached, all_pages = pages_of(150), 150 // PAGE, pages_of(260)
+        assert rig.link.asked == [(0, first), (cached, all_pages - cached)]
+        assert usage.codes_tokens == (all_pages - cached) * PAGE
+        assert usage.cache_tokens == cached * PAGE
+        assert rig.producer.stats()["tokens_prefilled"] == all_pages * PAGE
 
     async def test_codes_are_used(self) -> None:
         """Guards all of the above: codes that decode to zeros must change the answer."""
@@ -90,7 +100,7 @@ class TestAnswers:
         shared = [prompt(200), prompt(200)]
         answers = await asyncio.gather(*(rig.ask(p) for p in [*prompts, *shared]))
         assert [text for text, _ in answers] == [own_text(rig, p) for p in [*prompts, *shared]]
-        assert rig.link.asked.count((0, 5)) == 2  # of 200 and of 201, not of the two that repeat 200
+        assert rig.link.asked.count((0, pages_of(200))) == 2  # of 200 and of 201, not of the two that repeat 200
 
     async def test_a_prompt_in_words(self, rig: Rig) -> None:
         """vllm#27515: ids are those of the specialist's own template, and nothing is added to them."""
@@ -202,13 +212,13 @@ class TestFallbacks:
 
     async def test_no_room(self) -> None:
         """A cache too full for all decoded pages: the rest is prefilled, and the answer is still right."""
-        settings = SpecialistSettings(cache_tokens=256, max_batch=4)
+        settings = SpecialistSettings(cache_tokens=512, max_batch=4)
         rig = make_rig(tiny_loaded(), tiny_loaded(), settings=settings)
         try:
-            token_ids = prompt(240)
+            token_ids = prompt(500)
             text, usage = await rig.ask(token_ids, max_tokens=4)
             assert usage.fallback == "cache_full"
-            assert 0 < usage.pages < 7
+            assert 0 < usage.pages < pages_of(500)
             assert own_text(rig, token_ids).startswith(text)
         finally:
             rig.close()
@@ -242,4 +252,4 @@ class TestCancelling:
         rig.link.gate.set()
         text, usage = await stayer
         assert text == own_text(rig, token_ids)
-        assert usage.pages == 4
+        assert usage.pages == pages_of(150)
