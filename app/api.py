@@ -69,7 +69,7 @@ def create_app(pool: Pool, body_limit: int = BODY_LIMIT, token: str | None = Non
         given = request.headers.get("authorization", "").encode()
         if token is None or not hmac.compare_digest(given, f"Bearer {token}".encode()):
             raise ApiError(401, "This needs the pool's own token", code="invalid_token")
-        return _rows(await pool.reconcile())
+        return _rows(await pool.reconcile(request.query_params.get("retry")))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:

@@ -76,14 +76,17 @@ class Client:
         rows: list[dict[str, str]] = self._get("/v1/scd/specialists")["data"]
         return rows
 
-    def reconcile(self, token: str) -> list[dict[str, str]]:
-        """Have the pool take up what is new in its registry; returns how every specialist stands then.
+    def reconcile(self, token: str, retry: str | None = None) -> list[dict[str, str]]:
+        """Have the pool take up what is new in its registry, and ``retry`` even if it failed before.
+
+        Returns how every specialist stands then.
 
         Raises:
             PoolError: the pool refused.
         """
         header = {"Authorization": f"Bearer {token}"}
-        response = self._http.post("/v1/scd/reconcile", headers=header, timeout=600)
+        asked = {} if retry is None else {"retry": retry}
+        response = self._http.post("/v1/scd/reconcile", headers=header, params=asked, timeout=600)
         if response.status_code != 200:
             raise PoolError(f"HTTP {response.status_code}: {response.text[:500]}")
         rows: list[dict[str, str]] = response.json()["data"]

@@ -75,7 +75,7 @@ def register(
         return
     client, note = found
     with client:
-        standing = next(row for row in client.reconcile(note.token) if row["name"] == artefact.name)
+        standing = next(row for row in client.reconcile(note.token, artefact.name) if row["name"] == artefact.name)
     if standing["status"] != "RUNNING":
         raise PoolError(f"{artefact.name} is {standing['status']}: {standing['message']}")
     _say(f"{artefact.name}: served on {note.url}")

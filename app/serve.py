@@ -6,13 +6,14 @@ with which ``scd register`` has it take up new specialists.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,10 @@ def running_ray(address: str | None = None, **options: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        # Ray reports the end of Serve's controller as a failure
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            serve.shutdown()
+            ray.shutdown()
 
 
 def deploy(settings: PoolSettings, host: str, port: int, token: str, say: Say) -> list[Standing]:
@@ -116,7 +119,7 @@ def deploy(settings: PoolSettings, host: str, port: int, token: str, say: Say) -
     from deployments.registrar import registrar_app
 
     serve.start(http_options={"host": host, "port": port})
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # this process's own; replicas log as before
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # this process's own; replicas log as before
     handle = serve.run(registrar_app(settings), name=REGISTRAR, route_prefix=None)
     standings = _reconciled(handle, say)
     serve.run(api_app(token), name=API, route_prefix="/")

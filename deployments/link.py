@@ -99,7 +99,8 @@ class ServeLink:
             return await response
         except asyncio.CancelledError:
             if response is not None:
-                response.cancel()
+                with suppress(RayError, RayServeException):  # it had failed already
+                    response.cancel()
             raise
         except (RayError, RayServeException) as error:
             ours = translated(error, self._application)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from ray import serve
@@ -29,8 +30,12 @@ class Pool(Protocol):
             SCDError: the specialist refused or failed.
         """
 
-    async def reconcile(self) -> Sequence[Standing]:
-        """Serve what the registry holds; returns the outcome, when every application has started or failed."""
+    async def reconcile(self, retry: str | None = None) -> Sequence[Standing]:
+        """Serve what the registry holds; returns the outcome, when every application has started or failed.
+
+        Args:
+            retry: this one again, if it failed before.
+        """
 
     async def stats(self) -> dict[str, Any]:
         """Counters of all producers and specialists."""
@@ -46,8 +51,8 @@ class ServePool:
         found: list[Standing] = await (await self._handle(REGISTRAR)).standings.remote()
         return found
 
-    async def reconcile(self) -> Sequence[Standing]:
-        found: list[Standing] = await (await self._handle(REGISTRAR)).reconcile.remote()
+    async def reconcile(self, retry: str | None = None) -> Sequence[Standing]:
+        found: list[Standing] = await (await self._handle(REGISTRAR)).reconcile.remote(retry)
         self._handles.clear()  # of specialists that are gone, requests would only fail
         return found
 
@@ -71,9 +76,11 @@ class ServePool:
                 # a replica died: another takes over, unless the client has seen a part of the answer
                 if started or attempt == 2 or not isinstance(error, RayActorError):
                     raise SpecialistUnavailableError(await self._why(name, error)) from error
-            finally:
+            except (GeneratorExit, asyncio.CancelledError):
                 if response is not None:
-                    response.cancel()
+                    with suppress(RayError, RayServeException):  # it had failed already
+                        response.cancel()
+                raise
 
     async def stats(self) -> dict[str, Any]:
         names: list[str] = await (await self._handle(REGISTRAR)).running.remote()

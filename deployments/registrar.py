@@ -28,8 +28,8 @@ R = TypeVar("R")
 
 log = logging.getLogger("scd.registrar")
 
-LEFT_ALONE = {"RUNNING", "DEPLOYING", "UNHEALTHY"}
-"""Serve itself brings an unhealthy application back."""
+LEFT_ALONE = {"RUNNING", "DEPLOYING", "UNHEALTHY", "DEPLOY_FAILED"}
+"""Serve itself brings an unhealthy one back. One that failed to start would fail again, if nothing has changed."""
 
 POLL_S = 0.2
 
@@ -48,8 +48,12 @@ class Registrar:
         self._versions: dict[str, bytes] = {}
         self._first = asyncio.create_task(self.reconcile())
 
-    async def reconcile(self) -> list[Standing]:
-        """Serve what the registry holds and is not served, remove what it no longer holds; returns the outcome."""
+    async def reconcile(self, retry: str | None = None) -> list[Standing]:
+        """Serve what the registry holds and is not served, remove what it no longer holds; returns the outcome.
+
+        Args:
+            retry: a specialist that may have failed for reasons outside the registry, and is tried again.
+        """
         async with self._lock:
             artefacts = await self._alone(self._artefacts)
             wanted = await self._alone(self._applications, artefacts)
@@ -61,10 +65,13 @@ class Registrar:
             # of what ran before this registrar nothing is known: it is taken to be current
             versions = {name: self._version(name) for name in artefacts}
             changed = {n for n, version in versions.items() if self._versions.get(n, version) != version}
+            again = set(map(specialist_application, changed))
+            if retry is not None and there.get(specialist_application(retry), ("", ""))[0] == "DEPLOY_FAILED":
+                again.add(specialist_application(retry))
             fresh = [
                 RunTarget(application, name, route_prefix=None)
                 for name, application in wanted.items()
-                if there.get(name, ("", ""))[0] not in LEFT_ALONE or name in map(specialist_application, changed)
+                if there.get(name, ("", ""))[0] not in LEFT_ALONE or name in again
             ]
             self._versions = versions
             if fresh:

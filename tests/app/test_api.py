@@ -37,7 +37,7 @@ class MemoryPool:
     async def standings(self) -> Sequence[Standing]:
         return [Standing("good", "RUNNING"), Standing("bad", "DEPLOY_FAILED", "FingerprintError: other weights")]
 
-    async def reconcile(self) -> Sequence[Standing]:
+    async def reconcile(self, retry: str | None = None) -> Sequence[Standing]:
         self.reconciled += 1
         return await self.standings()
 
